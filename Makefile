@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MINUTES ?= 3
+
+.PHONY: venv search test test-all lint bench docs clean
+
+venv: $(VENV)/.made
+
+$(VENV)/.made: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "kernelbraid needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+search: venv
+	$(BIN)/kernelbraid search attention --root examples/roots/straightforward.py --device cpu --minutes $(MINUTES)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -q -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest -q
+
+bench: venv
+	$(BIN)/kernelbraid bench attention --grid all
+
+docs: venv
+	$(BIN)/python scripts/cli_help.py
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
