@@ -1,0 +1,179 @@
+"""The promotion rule, from evidence alone.
+
+A candidate replaces the incumbent if every requirement holds, its aggregate latency lies below the
+incumbent's beyond noise, and no workload exceeds its limit against the root; first on the evidence of the
+search run, then again on that of a full audit with fresh inputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from kernelbraid.contract import BitPolicy
+from kernelbraid.ir.evidence import AuditEvidence, Level, Measurement, Status
+from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
+
+GAIN = 0.995
+"""The upper bound of the aggregate ratio to the incumbent must lie below this."""
+LIMIT_CONFIDENCE = 0.95
+"""One-sided, for a workload's ratio to the root: a limit blocks when even its lower bound exceeds it."""
+LEAST_PROCESSES = 3
+"""The unit of replication is a fresh process; fewer pairs prove nothing."""
+
+
+class Outcome(StrEnum):
+    REFUSED = "refused"
+    CONFIRM = "confirm"
+    """The rule holds on the search run; a full audit must repeat it."""
+    GRANTED = "granted"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One condition of a promotion, with its numbers."""
+
+    name: str
+    """`screen/requirements`, `full/aggregate`, `screen/limit/<workload>`, ..."""
+    held: bool
+    value: float | None
+    limit: float | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A promotion granted or refused, with every check that led to it."""
+
+    outcome: Outcome
+    reason: str
+    """One sentence: what was proven, or which requirement, workload or statistic blocked it."""
+    checks: tuple[Check, ...]
+    bits_changed: bool
+    """The bits id differs from the incumbent's: under `mutual`, a promotion announces it."""
+
+    @property
+    def granted(self) -> bool:
+        return self.outcome is Outcome.GRANTED
+
+    @property
+    def blocking(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(check.name for check in self.checks if not check.held)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(
+    screen: AuditEvidence,
+    full: AuditEvidence | None = None,
+    *,
+    incumbent: str,
+    root_bits: str | None,
+    incumbent_bits: str | None,
+    policy: BitPolicy = BitPolicy.MUTUAL,
+) -> Decision:
+    """Decide on promoting the implementation that `screen` is about.
+
+    Args:
+        screen: the search run's evidence.
+        full: evidence of a full audit of the same implementation, once there is some.
+        incumbent: SHA-256 of the implementation to beat; evidence against another one is refused.
+        root_bits: the root's bits id.
+        incumbent_bits: the incumbent's bits id.
+        policy: whether a bits id other than the root's may win.
+
+    Returns:
+        REFUSED with the first failed check as the reason, CONFIRM where `full` is still missing, or GRANTED.
+    """
+    checks = list(_checks(screen, incumbent, root_bits, policy))
+    if full is not None and all(check.held for check in checks):
+        checks.append(_same_subject(screen, full))
+        checks.extend(_checks(full, incumbent, root_bits, policy))
+    failed = [check for check in checks if not check.held]
+    changed = screen.bits_id is not None and screen.bits_id != incumbent_bits
+    if failed:
+        return Decision(Outcome.REFUSED, failed[0].detail, tuple(checks), changed)
+    if full is None:
+        return Decision(Outcome.CONFIRM, "holds on the search run; to be confirmed", tuple(checks), changed)
+    reason = f"aggregate latency is {aggregate(full).ratio:.4f} of the incumbent's"
+    if changed:
+        reason += f"; bits changed: {incumbent_bits} -> {screen.bits_id}"
+    return Decision(Outcome.GRANTED, reason, tuple(checks), changed)
+
+
+def _checks(
+    evidence: AuditEvidence, incumbent: str, root_bits: str | None, policy: BitPolicy
+) -> Iterator[Check]:
+    """The conditions on one audit, in order, up to the first that leaves the rest without meaning."""
+    level = evidence.level.value
+    for check in _correctness(evidence, level, incumbent, root_bits, policy):
+        yield check
+        if not check.held:
+            return
+    yield from _speed(evidence, level)
+
+
+def _correctness(
+    evidence: AuditEvidence, level: str, incumbent: str, root_bits: str | None, policy: BitPolicy
+) -> Iterator[Check]:
+    broken = [verdict for verdict in evidence.verdicts if not verdict.held]
+    names = ", ".join(verdict.requirement for verdict in broken)
+    comparisons = sum(verdict.comparisons for verdict in evidence.verdicts)
+    detail = f"{len(evidence.verdicts)} requirements held over {comparisons} comparisons"
+    if broken:
+        detail = f"the {level} audit broke {names}"
+    yield Check(f"{level}/requirements", not broken, float(len(broken)), 0.0, detail)
+    accepted = evidence.status is Status.VERIFIED
+    ended = f"the {level} audit ended {evidence.status}: {evidence.reason}"
+    detail = "verified and timed" if accepted else ended
+    yield Check(f"{level}/status", accepted, None, None, detail)
+    same = evidence.incumbent == incumbent
+    detail = "measured against the incumbent" if same else "measured against a former incumbent"
+    yield Check(f"{level}/incumbent", same, None, None, detail)
+    if policy is BitPolicy.PINNED:
+        kept = evidence.bits_id is not None and evidence.bits_id == root_bits
+        other = f"bits id {evidence.bits_id} is not the root's {root_bits}"
+        detail = "the bits are the root's" if kept else other
+        yield Check(f"{level}/bits", kept, None, None, detail)
+
+
+def _speed(evidence: AuditEvidence, level: str) -> Iterator[Check]:
+    pairs = processes(evidence)
+    detail = f"{pairs} process pairs, at least {LEAST_PROCESSES} needed"
+    yield Check(f"{level}/processes", pairs >= LEAST_PROCESSES, pairs, LEAST_PROCESSES, detail)
+    if pairs < LEAST_PROCESSES:
+        return
+    gain = aggregate(evidence)
+    detail = f"aggregate ratio {gain.ratio:.4f}, upper bound {gain.upper:.4f}, must lie below {GAIN}"
+    if gain.ratio < GAIN <= gain.upper:
+        least = provable(evidence, LEAST_PROCESSES)
+        detail += f"; the smallest gain provable here is {100 * (least or 0.0):.1f}%"
+    yield Check(f"{level}/aggregate", gain.upper < GAIN, gain.upper, GAIN, detail)
+    for measurement in cold(evidence):
+        yield _limit(measurement, level)
+
+
+def _limit(measurement: Measurement, level: str) -> Check:
+    measured = workload_ratio(measurement, "root", LIMIT_CONFIDENCE)
+    held = not measured.lower > measurement.limit
+    detail = f"{measurement.workload} at {measured.ratio:.3f} of the root, limit {measurement.limit:g}"
+    if not held:
+        detail += f", exceeded even by the lower bound {measured.lower:.3f}"
+    return Check(f"{level}/limit/{measurement.workload}", held, measured.lower, measurement.limit, detail)
+
+
+def _same_subject(screen: AuditEvidence, full: AuditEvidence) -> Check:
+    held = (
+        full.level is Level.FULL
+        and full.implementation == screen.implementation
+        and full.root == screen.root
+        and full.bits_id == screen.bits_id
+        and full.seed != screen.seed
+        and full.environment.comparable(screen.environment)
+    )
+    detail = "a full audit of the same source on fresh inputs, in the same environment"
+    if not held:
+        detail = "the second audit is not a full one of this source on fresh inputs in the same environment"
+    return Check("full/subject", held, None, None, detail)
