@@ -1,1 +1,1 @@
-"""What people see: tables of studies, audits and benchmarks, and progress. Nothing else imports this package but the CLI."""
+"""What people see: tables, progress, errors. Only the command line imports this package."""

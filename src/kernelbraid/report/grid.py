@@ -21,7 +21,7 @@ class Grid:
 
     def add(self, *cells: Cell) -> None:
         """Append one row, one cell a header."""
-        assert len(cells) == len(self.headers), f"{self.title}: {len(cells)} cells, {len(self.headers)} headers"
+        assert len(cells) == len(self.headers), f"{len(cells)} cells for {len(self.headers)} headers"
         self.rows.append(cells)
 
     def show(self, console: Console) -> None:
