@@ -441,7 +441,17 @@ def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, out, lse):
 
 
 def paged_attention(
-    q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, max_q, max_k, softmax_scale, out, lse
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    cu_seqlens_q,
+    seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    out,
+    lse,
 ):
     """Causal attention of the last rows of every request over its pages."""
     offsets = np.zeros(len(seqlens_k), np.int32)
