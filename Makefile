@@ -31,7 +31,7 @@ bench: venv
 	$(BIN)/kernelbraid bench attention --grid all
 
 docs: venv
-	$(BIN)/python scripts/cli_help.py
+	$(BIN)/python scripts/pages.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -127,8 +127,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith(("kernelbraid/", "kernelbraid-")) for name in names)
     held = set(names)
-    for needed in ("py.typed", "ops/attention/README.md", "ops/attention/cpu.py", "ops/attention/captured.npz"):
-        assert f"kernelbraid/{needed}" in held
+    needed = ("py.typed", "ops/attention/README.md", "ops/attention/cpu.py", "ops/attention/captured.npz")
+    for name in needed:
+        assert f"kernelbraid/{name}" in held
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or name.endswith((".db", ".nbi", ".nbc"))]
 
