@@ -1,9 +1,9 @@
 """How any operator is exercised: problems, layouts, and the programs that they become.
 
-A problem is a set of independent requests with their inputs and nothing about how they are run. A layout says how: in
-which regime, in which order, cut into which pieces, on which pages, beside which neighbours. An operator's `lower` turns
-both into a program, a list of calls on named buffers, and says where each request's rows come out. A bitwise relation is
-then always the same test: one problem, two layouts, equal rows.
+A problem is a set of independent requests with their inputs and nothing about how they are run. A layout says
+how: in which regime, in which order, cut into which pieces, on which pages, beside which neighbours. An
+operator's `lower` turns both into a program, a list of calls on named buffers, and says where each request's
+rows come out. A bitwise relation is then always the same test: one problem, two layouts, equal rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,12 +50,16 @@ class ProblemShape:
     """Output rows wanted of each request: its last `rows[b]` positions, at most `lengths[b]`."""
     kind: InputKind = "normal"
     dtype: str = "float32"
+    shared_prefix: int = 0
+    """Leading positions at which all requests, as far as they go, have the same keys and values."""
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.rows):
             raise ValueError("lengths and rows must have one entry a request")
         if any(not 0 <= r <= n for r, n in zip(self.rows, self.lengths, strict=True)):
             raise ValueError("rows must lie between 0 and the request's length")
+        if self.shared_prefix < 0:
+            raise ValueError(f"shared_prefix must not be negative, got {self.shared_prefix}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to run a problem's requests. Fields that an operator has no use for are ignored by its `lower`."""
+    """One way to run a problem's requests. An operator's `lower` ignores the fields that it cannot use."""
 
     regime: Regime
     requests: tuple[int, ...]
     """Which requests take part, in call order; a request computed alone is `(b,)`."""
     partition: tuple[tuple[int, ...], ...] = ()
-    """For each entry of `requests`, the sizes of the pieces its rows are cut into; empty: one piece. The t-th call holds the t-th piece of every request that has one."""
+    """For each entry of `requests`, the sizes of the pieces its rows are cut into; empty: one piece.
+
+    The t-th call holds the t-th piece of every request that has one.
+    """
     page_size: int = 16
     page_seed: int = 0
     """0: pages in ascending order; otherwise the seed of their permutation in the pool."""
@@ -83,6 +90,8 @@ class Layout:
     """Extra pages, table columns and rows, all poisoned, that must not matter."""
     poison_seed: int = 1
     """Seed of the NaN payloads in unused slots, tails and unwritten outputs."""
+    shared_prefix: int = 0
+    """Leading positions, at most the problem's, whose whole pages are stored once for all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where some of a request's rows come out: `buffer[..., start:stop, ...]` along `axis` are rows `first_row ...`."""
+    """Where a request's rows come out: `start:stop` of a buffer's `axis` are its rows from `first_row` on."""
 
     quantity: str
     buffer: str
@@ -137,7 +146,7 @@ Rows = dict[tuple[str, int], Array]
 
 
 def gather(program: Program, outputs: Mapping[str, Array], rows_per_request: tuple[int, ...]) -> Rows:
-    """Collect each request's rows from a finished program's output buffers; every row must be covered exactly once."""
+    """Collect each request's rows from a finished program's outputs; each row must be covered once."""
     pieces: dict[tuple[str, int], list[tuple[int, Array]]] = {}
     for span in program.spans:
         block = np.moveaxis(outputs[span.buffer], span.axis, 0)[span.start : span.stop]
@@ -162,7 +171,13 @@ class Peer:
 
 class Timed(Protocol):
     def __call__(
-        self, workload: Workload, rng: np.random.Generator, variants: int, pool_bytes: int, *, contiguous: bool
+        self,
+        workload: Workload,
+        rng: np.random.Generator,
+        variants: int,
+        pool_bytes: int,
+        *,
+        contiguous: bool,
     ) -> Program: ...
 
 
@@ -183,13 +198,15 @@ class Operator:
     reference: Callable[[Problem], Rows]
     """float64 rows of every request, computed by the oracle."""
     vendor: Callable[[Problem], Rows]
-    """The same rows from the vendor's kernel in the problem's dtype; quantities it does not give are absent."""
+    """The same rows from the vendor's kernel in the problem's dtype; quantities that it lacks are absent."""
     cost: Callable[[Workload], Cost]
     load_axes: Callable[[ProblemShape, Layout], dict[str, int]]
     """The axes that an implementation's `schedule` is asked with for such a call."""
     timed: Timed
-    """Program of `variants` distinct calls for one workload: distinct queries and page permutations over one pool of at
-    least `pool_bytes`. `contiguous` gives the form that peers read, with calls of the entry point `peer`."""
+    """Program of `variants` distinct calls of a workload: own queries and page permutations over one pool.
+
+    The pool has at least `pool_bytes`. `contiguous` gives the form that peers read, with calls of `peer`.
+    """
     peers: tuple[Peer, ...]
     peer_file: str
     """File in the operator's folder with the peers' entry points; needs torch."""

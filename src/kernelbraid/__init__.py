@@ -1,0 +1,34 @@
+"""Kernels with the same bits in rollout and policy update, and the search that finds them.
+
+Names are resolved at first use: importing the package loads neither torch nor numba.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernelbraid.ops.attention.api import attention, paged_attention, write_kv_cache
+    from kernelbraid.search.study import Study
+
+__version__ = "0.1.0"
+
+__all__ = ["Study", "__version__", "attention", "paged_attention", "write_kv_cache"]
+
+_HOMES = {
+    "Study": "kernelbraid.search.study",
+    "attention": "kernelbraid.ops.attention.api",
+    "paged_attention": "kernelbraid.ops.attention.api",
+    "write_kv_cache": "kernelbraid.ops.attention.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kernelbraid' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,295 @@
+"""Unified attention's contract, workloads and costs. README.md derives the order; this file states it."""
+
+from kernelbraid.contract import (
+    AccuracyBound,
+    Axis,
+    Contract,
+    Cost,
+    ElementaryOperation,
+    Exclusion,
+    Knob,
+    Regime,
+    Relation,
+    RoundingPoint,
+    Workload,
+)
+from kernelbraid.ops.attention.inputs import LARGEST_BATCH, LARGEST_LENGTH, draw
+from kernelbraid.ops.attention.lowering import load_axes, lower, timed, workload_lengths
+from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+
+HEAD_DIMS = (64, 128)
+LARGEST_PAGE = 256
+MOST_HEADS = 1024
+
+EXP2_TABLES = (
+    ("degree 4", ("0x1p+0", "0x1.62dfcap-1", "0x1.ebf1b4p-3", "0x1.ca9008p-5", "0x1.409102p-7")),
+    (
+        "degree 5",
+        ("0x1p+0", "0x1.62e39ep-1", "0x1.ebfa4ep-3", "0x1.c74322p-5", "0x1.3cbea8p-7", "0x1.23a5eep-10"),
+    ),
+    (
+        "degree 6",
+        (
+            *("0x1p+0", "0x1.62e432p-1", "0x1.ebfbe2p-3", "0x1.c6ae72p-5", "0x1.3b270ep-7"),
+            *("0x1.5f7276p-10", "0x1.470b48p-13"),
+        ),
+    ),
+    (
+        "degree 7",
+        (
+            *("0x1p+0", "0x1.62e430p-1", "0x1.ebfbe0p-3", "0x1.c6b056p-5", "0x1.3b2a1cp-7"),
+            *("0x1.5dc052p-10", "0x1.443f96p-13", "0x1.c047dap-17"),
+        ),
+    ),
+)
+LOG2_TABLE = (
+    "odd powers of z",
+    ("0x1.715476p+1", "0x1.ec709ep-1", "0x1.2776c6p-1", "0x1.a61762p-2", "0x1.484b14p-2"),
+)
+
+ROLLOUT: tuple[Regime, ...] = ("prefill", "chunked_prefill", "decode")
+FORWARD: tuple[Regime, ...] = (*ROLLOUT, "update")
+
+CONTRACT = Contract(
+    operator="attention",
+    version=1,
+    dtypes=("float32",),
+    axes=(
+        Axis("query_heads", 1, MOST_HEADS, constant=True, doc="Hq; a multiple of kv_heads"),
+        Axis(
+            "kv_heads", 1, MOST_HEADS, constant=True, doc="Hkv; query head h reads KV head h // (Hq // Hkv)"
+        ),
+        Axis("head_dim", min(HEAD_DIMS), max(HEAD_DIMS), constant=True, choices=HEAD_DIMS, doc="D"),
+        Axis("batch", 0, LARGEST_BATCH, constant=False, doc="requests in one call"),
+        Axis(
+            "query_length", 0, LARGEST_LENGTH, constant=False, doc="most new tokens of a request in one call"
+        ),
+        Axis(
+            "key_length", 0, LARGEST_LENGTH, constant=False, doc="most keys of a request, new tokens included"
+        ),
+        Axis("page_size", 1, LARGEST_PAGE, constant=False, doc="tokens a page of the KV cache holds"),
+    ),
+    exclusions=(
+        Exclusion("window", "sliding-window attention skips chunks, whose order this version does not state"),
+        Exclusion("soft_cap", "a cap on scores adds a tanh, which needs a written-out definition of its own"),
+        Exclusion("sinks", "attention sinks add a term to L, whose place in the order is not fixed yet"),
+        Exclusion("fp8_cache", "caches below the compute dtype need rounding points of their own"),
+        Exclusion("backward", "gradients need reduction orders over queries; detach the inputs until then"),
+    ),
+    rounding_points=(
+        RoundingPoint("scale: cl = softmax_scale * log2(e)", "computed in float64, rounded once to float32"),
+        RoundingPoint("every elementary operation", "float32, to nearest even, denormals kept"),
+        RoundingPoint("store of O and LSE", "float32 already: no further rounding"),
+    ),
+    elementary_operations=(
+        ElementaryOperation("multiply, add, subtract", "IEEE-754 binary32, never contracted"),
+        ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
+        ElementaryOperation("divide", "IEEE-754 binary32, correctly rounded"),
+        ElementaryOperation(
+            "exp2",
+            "x < -125 gives +0; else t = x + 12582912, n = t - 12582912, r = x - n, p = polynomial in r by "
+            "Horner's rule with fma, result p * 2^n with 2^n built from bits; NaN gives NaN",
+            EXP2_TABLES,
+        ),
+        ElementaryOperation(
+            "log2",
+            "x = 2^e * f with f in [sqrt(1/2), sqrt(2)) by bits, z = (f - 1) / (f + 1), w = z * z, p = "
+            "polynomial in w by Horner's rule with fma, result fma(z, p, float32(e)); "
+            "0 gives -inf, +inf gives +inf, NaN gives NaN",
+            (LOG2_TABLE,),
+        ),
+    ),
+    reduction_orders=(
+        ("score", "s = +0; d ascending: s = fma(q[d], k[j][d], s); then x[j] = s * cl"),
+        ("maximum", "over the visible keys of a block and the running maximum; NaN never becomes it"),
+        (
+            "weights of a block",
+            "j ascending: p = exp2(x[j] - ms); l[j mod 16] += p; acc[d] = fma(p, v[j][d], acc[d]); before it "
+            "acc and l are multiplied by exp2(m - ms)",
+        ),
+        ("chunk", "from m = -inf, l = +0, acc = +0; blocks ascending; the 16 lanes of l added by halving"),
+        (
+            "merge",
+            "chunks ascending from M = -inf, L = +0, A = +0: A = fma(acc, a1, A * a0), "
+            "L = fma(l, a1, L * a0) with a0 = exp2(M - Ms), a1 = exp2(m - Ms)",
+        ),
+        ("store", "O = A / L + 0, LSE = (M + log2(L)) * ln2"),
+    ),
+    special_values=(
+        ("signed zeros", "a zero result is stored as +0"),
+        ("denormals", "kept, in inputs and results; a thread that flushes them is an error"),
+        ("NaN", "propagates to the rows that see it and is stored as the canonical 0x7fc00000"),
+        ("infinity", "follows IEEE-754 arithmetic of the steps"),
+        ("keys a row cannot see", "never enter, whatever they hold"),
+        ("no query rows", "nothing is stored"),
+    ),
+    knobs=(
+        Knob("chunk", (256, 512, 1024, 2048, 4096), 1024, "keys per chunk, from position 0"),
+        Knob("key_block", (16, 32, 64, 128, 256), 64, "keys per online-softmax step; divides chunk"),
+        Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exp2 polynomial"),
+    ),
+    relations=(
+        Relation("rerun", "the same call again gives the same bits", FORWARD),
+        Relation("fresh_process", "another process gives the same bits", FORWARD),
+        Relation("batch", "a row does not depend on its neighbours, nor on their number or order", FORWARD),
+        Relation(
+            "padding", "poisoned extra pages, table columns, rows and empty requests do not matter", FORWARD
+        ),
+        Relation("packing", "a sequence packed with others equals the sequence alone", ("update",)),
+        Relation(
+            "chunked_prefill", "any partition of a prompt gives the prompt's bits", ("chunked_prefill",)
+        ),
+        Relation(
+            "prefix_cache", "pages shared with other requests give the bits of pages of one's own", ROLLOUT
+        ),
+        Relation("paging", "page size and page order do not matter", ROLLOUT),
+        Relation("decode_equals_prefill", "a token decoded alone equals its row of the prompt", ("decode",)),
+        Relation(
+            "update_equals_rollout", "the packed forward equals the rows that rollout gave", ("update",)
+        ),
+        Relation("implementations_agree", "equal bits ids mean equal bits", FORWARD),
+    ),
+    accuracy=(
+        AccuracyBound("out", factor=1.5, floor=1e-6, regimes=FORWARD),
+        AccuracyBound("lse", factor=1.5, floor=1e-6, regimes=FORWARD),
+    ),
+)
+
+
+def _workload(
+    phase: Regime,
+    heads: tuple[int, int, int],
+    length: int | tuple[int, ...],
+    *,
+    query: int | tuple[int, ...] | None = None,
+    batch: int | None = None,
+    weight: float = 1.0,
+) -> Workload:
+    """A workload of `batch` requests with `length` keys and `query` rows each (None: the phase's usual)."""
+    if batch is None:
+        batch = len(length) if isinstance(length, tuple) else 1
+    axes: list[tuple[str, int | tuple[int, ...]]] = [("batch", batch), ("length", length)]
+    if query is not None:
+        axes.append(("query_length", query))
+    axes += [("page_size", 16), ("query_heads", heads[0]), ("kv_heads", heads[1]), ("head_dim", heads[2])]
+    return Workload(phase, tuple(axes), weight)
+
+
+def _spread(count: int, low: int, high: int) -> tuple[int, ...]:
+    """`count` lengths from low to high, evenly spread, in an order that mixes short and long."""
+    step = next(s for s in (7, 5, 3, 11, 13) if count % s)
+    return tuple(low + (high - low) * (i * step % count) // max(count - 1, 1) for i in range(count))
+
+
+SMOLLM2_135M = (9, 3, 64)
+QWEN3_8B = (32, 8, 128)
+
+
+def _study_grid() -> tuple[Workload, ...]:
+    """One GRPO step of SmolLM2-135M (30 layers, 9/3 heads, head_dim 64), weights in attention calls per step.
+
+    16 prompts of about 200 tokens, 4 samples each, responses of about 300 tokens: 64 completions.
+    - prefill: each prompt once, its samples share the pages: 8 prompts are there at the start, in 2 calls of
+      4: 2 x 30 layers = 60 calls.
+    - chunked prefill: the other 8 come in while 12 requests decode, in pieces of 128 rows, 2 a prompt on
+      average: 16 x 30 = 480 calls, measured on the last piece of a long prompt.
+    - decode: 64 completions at batch 16 are 4 waves of 300 steps: 4 x 300 x 30 = 36000 calls, a third each
+      with young, mixed and grown contexts.
+    - update: 64 completions in micro-batches of 4 packed sequences are 16 forward passes, and as many again
+      for recomputation under gradient checkpointing: 32 x 30 = 960 calls.
+    """
+    layers = 30
+    prompt_pieces = (384, *_spread(12, 150, 450))
+    return (
+        _workload("prefill", SMOLLM2_135M, (160, 190, 210, 240), weight=2 * layers),
+        _workload(
+            "chunked_prefill", SMOLLM2_135M, prompt_pieces, query=(128,) + (1,) * 12, weight=16 * layers
+        ),
+        _workload("decode", SMOLLM2_135M, _spread(16, 100, 320), weight=400 * layers),
+        _workload("decode", SMOLLM2_135M, _spread(16, 100, 600), weight=400 * layers),
+        _workload("decode", SMOLLM2_135M, _spread(16, 300, 600), weight=400 * layers),
+        _workload("update", SMOLLM2_135M, (250, 330, 410, 520), weight=32 * layers),
+    )
+
+
+def _published_grid() -> tuple[Workload, ...]:
+    """The 32 cells with published times of a unified attention: 32/8 heads, head_dim 128, uniform lengths."""
+    cells: tuple[tuple[Regime, tuple[int, ...]], ...] = (
+        ("prefill", (1024, 4096, 8192, 16384)),
+        ("decode", (128, 1024, 4096, 8192)),
+    )
+    return tuple(
+        _workload(phase, QWEN3_8B, n, batch=b)
+        for phase, lengths in cells
+        for b in (1, 4, 8, 16)
+        for n in lengths
+    )
+
+
+GRIDS = {
+    "study": _study_grid(),
+    "cpu-prefill": tuple(
+        _workload(phase, heads, n)
+        for phase in ("prefill", "update")
+        for heads in (SMOLLM2_135M, QWEN3_8B)
+        for n in (1024, 2048)
+    ),
+    "cpu-decode": (
+        *(_workload("decode", SMOLLM2_135M, _spread(b, 100, 2000)) for b in (16, 32, 64)),
+        *(_workload("decode", SMOLLM2_135M, _spread(b, 100, 600)) for b in (16, 64)),
+        *(_workload("decode", QWEN3_8B, _spread(b, 100, 2000)) for b in (16, 32)),
+    ),
+    "published": _published_grid(),
+}
+
+
+def cost(workload: Workload) -> Cost:
+    """Least work of one call: two causal matrix products; every input read and every output written once."""
+    shape = workload.shape
+    lengths, rows = workload_lengths(workload)
+    query_heads, kv_heads, head_dim = (_integer(shape[n]) for n in ("query_heads", "kv_heads", "head_dim"))
+    visible = sum(r * (n - r) + r * (r + 1) // 2 for n, r in zip(lengths, rows, strict=True))
+    moved = 2 * sum(rows) * query_heads * head_dim + 2 * sum(lengths) * kv_heads * head_dim
+    if workload.phase == "update":
+        moved += sum(rows) * query_heads
+    return Cost(flops=4.0 * visible * query_heads * head_dim, bytes=4.0 * moved)
+
+
+def _integer(value: int | tuple[int, ...]) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _reference(problem: Problem) -> Rows:
+    from kernelbraid.ops.attention.reference import reference
+
+    return reference(problem)
+
+
+def _vendor(problem: Problem) -> Rows:
+    from kernelbraid.ops.attention.reference import vendor
+
+    return vendor(problem)
+
+
+ATTENTION = Operator(
+    name="attention",
+    contract=CONTRACT,
+    backends={"cpu": ("cpu.py",)},
+    entry_points=("attention", "paged_attention", "write_kv_cache"),
+    regimes=FORWARD,
+    grids=GRIDS,
+    draw=draw,
+    lower=lower,
+    reference=_reference,
+    vendor=_vendor,
+    cost=cost,
+    load_axes=load_axes,
+    timed=timed,
+    peers=(
+        Peer("torch_sdpa", "torch_sdpa", ("prefill", "update")),
+        Peer("torch_loop", "torch_loop", ("chunked_prefill", "decode")),
+        Peer("torch_padded", "torch_padded", ("decode",)),
+    ),
+    peer_file="peers.py",
+)
