@@ -1,0 +1,239 @@
+"""The judge's end of a worker: an implementation in its own process, built, loaded with programs, run."""
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernelbraid.audit import worker as worker_file
+from kernelbraid.audit.buffers import Arena, poison
+from kernelbraid.audit.confined import Confined, Limits, WorkerFailure
+from kernelbraid.contract import Contract, Source
+from kernelbraid.ir.evidence import Status
+from kernelbraid.ops.problem import Argument, Array, Program, View
+
+__all__ = ["BuildReport", "Limits", "LoadedProgram", "Worker", "WorkerFailure"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What an implementation says of itself."""
+
+    numerics: dict[str, int]
+    edges: dict[str, tuple[int, ...]]
+    """Load axis -> sizes at which its schedule differs from the size below."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedProgram:
+    """A program in a worker's memory. The arrays are the judge's own view of it."""
+
+    slot: int
+    program: Program
+    inputs: Arena
+    memory: Arena
+
+    def reset(self, rng: np.random.Generator) -> None:
+        """Poison the outputs afresh and restore the state; only while the worker stands still."""
+        for name in self.program.outputs:
+            poison(self.memory.arrays[name], rng)
+        for name, contents in self.program.state.items():
+            self.memory.arrays[name][...] = contents
+
+    def written(self) -> dict[str, Array]:
+        """Copies of everything that calls write: outputs and state."""
+        return {name: array.copy() for name, array in self.memory.arrays.items()}
+
+
+class Worker(Confined):
+    """One implementation in a fresh process.
+
+    Args:
+        source: the implementation.
+        entry_points: functions it must define.
+        scratch: folder under which the worker gets an empty working folder of its own.
+        cache: folder for compiled code, kept apart by source, so that later processes of one source reuse it.
+        limits: time, memory and output.
+
+    Every method raises WorkerFailure where the worker crashes, hangs, eats memory or cheats; it is dead then.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        entry_points: Iterable[str],
+        *,
+        scratch: Path,
+        cache: Path,
+        limits: Limits | None = None,
+    ) -> None:
+        self.source = source
+        self.entry_points = tuple(entry_points)
+        self._rng = np.random.default_rng(secrets.randbits(64))
+        self._file = _written_source(source, cache)
+        self._slots = 0
+        self._dropped: list[int] = []
+        super().__init__(
+            worker_file.__file__,
+            scratch / f"worker-{secrets.token_hex(6)}",
+            {"NUMBA_CACHE_DIR": str(self._file.parent / "compiled")},
+            limits or Limits(),
+        )
+
+    def build(
+        self, contract: Contract | None = None, constant_axes: Mapping[str, int] | None = None
+    ) -> BuildReport:
+        """Import the source; given a contract, also ask for its numerics and its schedule's edges."""
+        start = time.perf_counter()
+        self.begin_build(contract, constant_axes)
+        reply = self.finish()
+        if contract is None:
+            return BuildReport({}, {}, time.perf_counter() - start)
+        numerics = reply.get("numerics")
+        try:
+            if not isinstance(numerics, dict):
+                raise TypeError(f"numerics() must return a dict, got {numerics!r}")
+            contract.check_numerics(numerics)
+            loads = [axis.name for axis in contract.axes if not axis.constant]
+            edges = {name: tuple(int(value) for value in reply["edges"][name]) for name in loads}
+        except (ValueError, TypeError, KeyError) as error:
+            raise self.fail(Status.BUILD_FAILED, f"build: {error}") from error
+        return BuildReport(numerics, edges, time.perf_counter() - start)
+
+    def begin_build(
+        self, contract: Contract | None = None, constant_axes: Mapping[str, int] | None = None
+    ) -> None:
+        """Send the request of `build` without waiting; `finish` waits."""
+        axes = contract.axes if contract is not None else ()
+        message = {
+            "path": str(self._file),
+            "entry_points": list(self.entry_points),
+            "constant_axes": dict(constant_axes or {}) if contract is not None else None,
+            "axes": [{"name": a.name, "low": a.low, "high": a.high} for a in axes if not a.constant],
+        }
+        self._ask("build", message, seconds=self.limits.build_seconds)
+
+    def load(self, program: Program, inputs: Arena | None = None) -> LoadedProgram:
+        """Put a program into the worker's memory.
+
+        Args:
+            program: buffers and calls.
+            inputs: its inputs where they already lie in shared memory.
+        """
+        loaded = self.begin_load(program, inputs)
+        self.finish()
+        return loaded
+
+    def execute(self, program: Program) -> dict[str, Array]:
+        """Load a program, run it once, return copies of everything it wrote, and forget it."""
+        loaded = self.begin_load(program, run=True)
+        self.finish()
+        self.drop(loaded)
+        return loaded.written()
+
+    def begin_load(
+        self, program: Program, inputs: Arena | None = None, *, run: bool = False
+    ) -> LoadedProgram:
+        """Send the request of `load` without waiting; with `run`, the calls are made once too."""
+        if inputs is None:
+            inputs = Arena.holding(program.inputs, "inputs")
+            inputs.seal()
+        state = {name: (array.shape, array.dtype.str) for name, array in program.state.items()}
+        self._slots += 1
+        loaded = LoadedProgram(self._slots, program, inputs, Arena({**state, **program.outputs}, "outputs"))
+        loaded.reset(self._rng)
+        calls = [
+            (call.entry_point, {name: _sent(value) for name, value in call.arguments.items()})
+            for call in program.calls
+        ]
+        message = {
+            "slot": loaded.slot,
+            "inputs": {"size": inputs.size, "arrays": inputs.placements},
+            "memory": {"size": loaded.memory.size, "arrays": loaded.memory.placements},
+            "calls": calls,
+            "first": 0,
+            "count": len(calls) if run else 0,
+            "repeats": 1,
+        }
+        self.shared_bytes += inputs.size + loaded.memory.size
+        reader = inputs.reader()
+        try:
+            descriptors = (reader, loaded.memory.fd)
+            self._ask("load", message, seconds=self.limits.run_seconds, descriptors=descriptors)
+        finally:
+            os.close(reader)
+        return loaded
+
+    def run(
+        self, loaded: LoadedProgram, repeats: int = 1, *, first: int = 0, count: int | None = None
+    ) -> float:
+        """Run a loaded program's calls and return the seconds they took by the judge's clock.
+
+        The worker stands still from the moment it says that it is done until the next request.
+        """
+        self.begin_run(loaded, repeats, first=first, count=count)
+        return self.finish_run()[0]
+
+    def begin_run(
+        self, loaded: LoadedProgram, repeats: int = 1, *, first: int = 0, count: int | None = None
+    ) -> None:
+        """Send the request of `run` without waiting; `finish_run` waits."""
+        number = len(loaded.program.calls) - first if count is None else count
+        message = {"slot": loaded.slot, "first": first, "count": number, "repeats": repeats}
+        self._ask("run", message, seconds=self.limits.run_seconds)
+
+    def finish_run(self) -> tuple[float, float]:
+        """Wait for a run; returns (seconds by the judge's clock, seconds by the worker's own)."""
+        theirs = self.finish().get("elapsed")
+        if not isinstance(theirs, float) or not math.isfinite(theirs):
+            raise self.fail(Status.TAMPERED, f"the worker reports {theirs!r} as its elapsed time")
+        return self.elapsed, theirs
+
+    def outputs(self, loaded: LoadedProgram) -> dict[str, Array]:
+        """Copies of what the program wrote."""
+        return loaded.written()
+
+    def drop(self, loaded: LoadedProgram) -> None:
+        """Forget a program; the worker lets go of its memory with its next request."""
+        self._dropped.append(loaded.slot)
+        self.shared_bytes -= loaded.inputs.size + loaded.memory.size
+
+    def specialisations(self) -> tuple[str, ...]:
+        """Compiled specialisations in the worker so far, sorted."""
+        self._ask("specialisations", {}, seconds=self.limits.run_seconds)
+        found = self.finish().get("specialisations")
+        if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+            raise self.fail(Status.TAMPERED, "the worker's list of specialisations is malformed")
+        return tuple(found)
+
+    def _ask(
+        self, what: str, message: Mapping[str, Any], *, seconds: float, descriptors: tuple[int, ...] = ()
+    ) -> None:
+        dropped, self._dropped = self._dropped, []
+        self.begin({"do": what, "drop": dropped, **message}, seconds=seconds, descriptors=descriptors)
+
+
+def _sent(value: Argument) -> int | float | list[Any] | None:
+    """An argument as JSON carries it: a view is a list."""
+    return [value.buffer, value.start, value.stop] if isinstance(value, View) else value
+
+
+def _written_source(source: Source, cache: Path) -> Path:
+    """The source's file in the cache, written once: its time stamp is a key of its compiled code."""
+    file = cache / source.sha256[:32] / "implementation.py"
+    with contextlib.suppress(FileNotFoundError):
+        if file.read_text() == source.text:
+            return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{secrets.token_hex(6)}.tmp")
+    temporary.write_text(source.text)
+    os.replace(temporary, file)
+    return file
