@@ -81,8 +81,6 @@ def lower(problem: Problem, layout: Layout) -> Program:
 def _check_layout(shape: ProblemShape, layout: Layout) -> None:
     if layout.regime == "backward":
         raise ValueError("attention has no backward regime yet")
-    if len(set(layout.requests)) != len(layout.requests):
-        raise ValueError("a layout must not name a request twice")
     if layout.shared_prefix > shape.shared_prefix:
         raise ValueError(f"the problem shares {shape.shared_prefix} positions, not {layout.shared_prefix}")
     if layout.regime == "update":
@@ -243,7 +241,7 @@ class _PagedProgram:
         self.calls.append(Call("write_kv_cache", {**new, **cache}))
         return cache
 
-    def attend(self, t: int, step: _Step, cache: dict[str, Argument], done: dict[int, int]) -> None:
+    def attend(self, t: int, step: _Step, cache: dict[str, Argument], done: list[int]) -> None:
         """Append the t-th `paged_attention` and where its rows come out."""
         padding = self.layout.padding
         total = sum(step.new) + padding
@@ -260,12 +258,12 @@ class _PagedProgram:
         }
         self.calls.append(Call("paged_attention", arguments))
         first = 0
-        for b, n in zip(self.layout.requests, step.new, strict=True):
+        for i, (b, n) in enumerate(zip(self.layout.requests, step.new, strict=True)):
             if n or (t == 0 and not self.problem.shape.rows[b]):
                 start = self.rows + first
-                self.spans.append(RowSpan("out", "out", 0, start, start + n, b, done[b]))
-                self.spans.append(RowSpan("lse", lse, 1, first, first + n, b, done[b]))
-            done[b] += n
+                self.spans.append(RowSpan("out", "out", 0, start, start + n, b, done[i]))
+                self.spans.append(RowSpan("lse", lse, 1, first, first + n, b, done[i]))
+            done[i] += n
             first += n
         self.rows += total
 
@@ -291,7 +289,7 @@ def _lower_paged(problem: Problem, layout: Layout, rng: np.random.Generator) -> 
     own = tuple(c - s for c, s in zip(building.contexts, building.pages.shared, strict=True))
     if any(own):
         building.write(_Step(own, building.contexts))
-    done = dict.fromkeys(layout.requests, 0)
+    done = [0] * len(layout.requests)
     for t, step in enumerate(_steps(problem.shape, layout)):
         building.attend(t, step, building.write(step), done)
     return building.program()

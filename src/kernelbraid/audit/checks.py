@@ -1,0 +1,318 @@
+"""The judge's comparisons: bits as integers, all elements, no tolerance; and errors against float64.
+
+A `Runner` runs programs somewhere else; what they must give is known here alone.
+"""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
+from kernelbraid.audit.drawings import Plan
+from kernelbraid.contract import AccuracyBound, Requirement
+from kernelbraid.ir.evidence import Difference, Verdict
+from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows, RowSpan
+
+REMEMBERED_BYTES = 384 << 20
+"""Results and problems kept for the next cases, least recently used dropped first."""
+
+
+class Runner(Protocol):
+    """Runs programs of one implementation, or of the root, in processes of their own."""
+
+    def run(self, program: Program, process: Process) -> Mapping[str, Array]:
+        """Run every call of `program` in order on fresh, poisoned buffers and return the output buffers."""
+        ...
+
+
+class Comparison(NamedTuple):
+    """Two arrays compared as bits."""
+
+    unequal: int
+    first: tuple[int, ...] | None
+    ulp: int | None
+    """Distance of the first unequal elements in units in the last place; None beside a NaN or an infinity."""
+
+
+def compare(left: Array, right: Array) -> Comparison:
+    """Compare all elements of two arrays as integers of their width.
+
+    Raises:
+        ValueError: shapes or dtypes differ.
+    """
+    if left.shape != right.shape or left.dtype != right.dtype:
+        raise ValueError(f"cannot compare {left.dtype}{left.shape} with {right.dtype}{right.shape}")
+    different = _bits(left) != _bits(right)
+    unequal = int(np.count_nonzero(different))
+    if not unequal:
+        return Comparison(0, None, None)
+    first = tuple(int(i) for i in np.unravel_index(int(np.argmax(different)), left.shape))
+    return Comparison(unequal, first, ulp_distance(left[first], right[first]))
+
+
+def _bits(array: Array) -> npt.NDArray[np.integer]:
+    return np.ascontiguousarray(array).view(f"i{array.dtype.itemsize}")
+
+
+def ulp_distance(left: np.generic, right: np.generic) -> int | None:
+    """Return the distance of two floats in representable numbers; None for NaN and infinity."""
+    if not (np.isfinite(left) and np.isfinite(right)):
+        return None
+    return abs(_ordinal(left) - _ordinal(right))
+
+
+def _ordinal(value: np.generic) -> int:
+    """Position of a float on the line of its representable numbers; both zeros are 0."""
+    width = 8 * value.dtype.itemsize
+    bits = int.from_bytes(value.tobytes(), "little")
+    negative = bits >> (width - 1)
+    magnitude = bits & ((1 << (width - 1)) - 1)
+    return -magnitude if negative else magnitude
+
+
+def describe(value: np.generic) -> str:
+    """A value and its bits, such as `0.5 (0x3f000000)`."""
+    bits = int.from_bytes(value.tobytes(), "little")
+    return f"{value!s} (0x{bits:0{2 * value.dtype.itemsize}x})"
+
+
+T = TypeVar("T")
+
+
+class Memory:
+    """Problems, results and references of one audit, so that cases and requirements share them."""
+
+    def __init__(self, operator: Operator, runner: Runner, capacity: int = REMEMBERED_BYTES) -> None:
+        self._operator = operator
+        self._runner = runner
+        self._capacity = capacity
+        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._bytes = 0
+        self.executions = 0
+        """Programs run so far."""
+
+    def problem(self, shape: ProblemShape, seed: int) -> Problem:
+        return self._remembered(
+            ("problem", shape, seed),
+            lambda: self._operator.draw(shape, np.random.default_rng(seed)),
+            lambda problem: sum(a.nbytes for request in problem.requests for a in request.values()),
+        )
+
+    def rows(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
+        """Rows of every request that takes part, run now unless an equal execution was run before."""
+        if execution.repeat:
+            return self._run(shape, seed, execution)
+        return self._remembered((shape, seed, execution), lambda: self._run(shape, seed, execution), _size)
+
+    def exact(self, shape: ProblemShape, seed: int) -> Rows:
+        """The float64 reference's rows."""
+        return self._remembered(
+            ("exact", shape, seed), lambda: self._operator.reference(self.problem(shape, seed)), _size
+        )
+
+    def vendor(self, shape: ProblemShape, seed: int) -> Rows:
+        return self._remembered(
+            ("vendor", shape, seed), lambda: self._operator.vendor(self.problem(shape, seed)), _size
+        )
+
+    def _run(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
+        program = self._operator.lower(self.problem(shape, seed), execution.layout)
+        self.executions += 1
+        return gather(program, self._runner.run(program, execution.process), shape.rows)
+
+    def _remembered(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]  # type: ignore[return-value]
+        made = make()
+        self._kept[key] = (made, size(made))
+        self._bytes += size(made)
+        while self._bytes > self._capacity and len(self._kept) > 1:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._bytes -= dropped
+        return made
+
+
+def _size(rows: Rows) -> int:
+    return sum(array.nbytes for array in rows.values())
+
+
+def gather(program: Program, outputs: Mapping[str, Array], rows: Sequence[int]) -> Rows:
+    """Collect each request's rows from output buffers; the leading axis counts its copies in the layout."""
+    spans: dict[tuple[str, int], list[RowSpan]] = {}
+    for span in program.spans:
+        spans.setdefault((span.quantity, span.request), []).append(span)
+    return {key: _copies(found, outputs, rows[key[1]]) for key, found in spans.items()}
+
+
+def _copies(spans: list[RowSpan], outputs: Mapping[str, Array], rows: int) -> Array:
+    """Rows of one request's copies; every row of every copy must come out once."""
+    starts: dict[int, list[Array]] = {}
+    for span in spans:
+        block = outputs[span.buffer]
+        if span.axis:
+            block = np.moveaxis(block, span.axis, 0)
+        starts.setdefault(span.first_row, []).append(block[span.start : span.stop])
+    count = len(next(iter(starts.values())))
+    joined = [np.concatenate([blocks[copy] for _, blocks in sorted(starts.items())]) for copy in range(count)]
+    assert all(len(copy) == rows for copy in joined), (spans[0], [len(copy) for copy in joined], rows)
+    return np.array(joined)
+
+
+def check(
+    operator: Operator,
+    requirement: Requirement,
+    plan: Plan,
+    runner: Runner,
+    deadline: float | None = None,
+    memory: Memory | None = None,
+) -> Verdict:
+    """Check one requirement and return the verdict, which ends at the first case that fails.
+
+    A requirement of which the plan asks nothing is held with no case (see `cases.vacuous`).
+
+    Args:
+        operator: what is checked.
+        requirement: one of its contract's.
+        plan: level, scope, edges and seed.
+        runner: runs the programs.
+        deadline: a time of `time.monotonic()` after which no case begins.
+        memory: shared by the checks of one audit; by default this check's own.
+
+    Raises:
+        TimeoutError: the deadline has passed before the last case.
+        ValueError: the plan has no case for a requirement that it should test.
+    """
+    memory = memory or Memory(operator, runner)
+    done = compared = 0
+    worst: float | None = None
+    for case in cases(operator, requirement, plan):
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"the time for checks ended before {case.id}")
+        verdict = run_case(operator, case, memory)
+        done, compared = done + 1, compared + verdict.comparisons
+        if verdict.error is not None:
+            worst = max(verdict.error, worst or 0.0)
+        if not verdict.held:
+            return Verdict(requirement.id, False, done, compared, worst, verdict.difference)
+    if not done and not vacuous(requirement, plan):
+        raise ValueError(f"no case tests {requirement.id}")
+    return Verdict(requirement.id, True, done, compared, worst)
+
+
+def check_all(
+    operator: Operator, plan: Plan, runner: Runner, deadline: float | None = None
+) -> Iterator[Verdict]:
+    """Check every requirement that the plan tests, in the contract's order; they share problems and results."""
+    memory = Memory(operator, runner)
+    for requirement in operator.contract.requirements:
+        if not vacuous(requirement, plan):
+            yield check(operator, requirement, plan, runner, deadline, memory)
+
+
+def run_case(operator: Operator, case: Case, memory: Memory) -> Verdict:
+    """Run one case and return its verdict."""
+    left = memory.rows(case.shape, case.seed, case.left)
+    if case.right is None:
+        return _accuracy(operator, case, left, memory)
+    for execution in case.between:
+        memory.rows(case.shape, case.seed, execution)
+    right = memory.rows(case.shape, case.seed, case.right)
+    shared = sorted(left.keys() & right.keys())
+    unequal = compared = 0
+    difference: Difference | None = None
+    for key in shared:
+        for copy in right[key]:
+            for other in left[key]:
+                found = compare(other, copy)
+                compared += copy.size
+                unequal += found.unequal
+                if found.first is not None and difference is None:
+                    place = _place(key, found.first, case.shape)
+                    values = describe(other[found.first]), describe(copy[found.first])
+                    difference = Difference(case.id, case.seed, place, *values, found.ulp, 0)
+    assert compared, f"{case.id} compares nothing"
+    if difference is None:
+        return Verdict(case.requirement, True, 1, compared)
+    counted = Difference(
+        difference.case,
+        difference.seed,
+        difference.place,
+        difference.left,
+        difference.right,
+        difference.ulp,
+        unequal,
+    )
+    return Verdict(case.requirement, False, 1, compared, None, counted)
+
+
+def _place(key: tuple[str, int], index: tuple[int, ...], shape: ProblemShape) -> str:
+    quantity, request = key
+    row = index[0]
+    position = shape.lengths[request] - shape.rows[request] + row
+    return f"{quantity} of request {request}, row {row} (position {position}), index {list(index[1:])}"
+
+
+def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Verdict:
+    """Relative error over all rows of a case, as a multiple of what the bound allows."""
+    bound = next(b for b in operator.contract.accuracy if f"accuracy_{b.quantity}" == case.relation)
+    exact = memory.exact(case.shape, case.seed)
+    ours = {key: value[0] for key, value in left.items() if key[0] == bound.quantity}
+    allowed = _allowed(bound, exact, memory.vendor(case.shape, case.seed))
+    found = relative_error(ours, exact)
+    compared = sum(value.size for value in ours.values())
+    assert compared, f"{case.id} compares nothing"
+    error = found / allowed
+    if error <= 1:
+        return Verdict(case.requirement, True, 1, compared, error)
+    key, index = _worst(ours, exact)
+    place = (
+        f"{_place(key, index, case.shape)}: relative error {found:.3g} of this case, {allowed:.3g} allowed"
+    )
+    values = describe(ours[key][index]), repr(float(exact[key][index]))
+    return Verdict(
+        case.requirement, False, 1, compared, error, Difference(case.id, case.seed, place, *values, None, 0)
+    )
+
+
+def _allowed(bound: AccuracyBound, exact: Rows, vendor: Rows) -> float:
+    """The bound of a case: a multiple of the vendor's error on the same input, or the floor."""
+    theirs = {key: value for key, value in vendor.items() if key[0] == bound.quantity}
+    return max(bound.floor, bound.factor * relative_error(theirs, exact)) if theirs else bound.floor
+
+
+def relative_error(rows: Rows, exact: Rows) -> float:
+    """Return ||rows - exact|| / ||exact|| over all given rows; infinite where only one of them is finite."""
+    distance = norm = 0.0
+    for key, value in rows.items():
+        wanted = exact[key].astype(np.float64)
+        given = value.astype(np.float64)
+        finite = np.isfinite(wanted)
+        if (
+            not np.array_equal(given[~finite], wanted[~finite], equal_nan=True)
+            or not np.isfinite(given[finite]).all()
+        ):
+            return math.inf
+        distance += float(np.sum((given[finite] - wanted[finite]) ** 2))
+        norm += float(np.sum(wanted[finite] ** 2))
+    return math.sqrt(distance / norm) if norm else (math.inf if distance else 0.0)
+
+
+def _worst(rows: Rows, exact: Rows) -> tuple[tuple[str, int], tuple[int, ...]]:
+    """Key and index of the largest absolute error."""
+    found: tuple[float, tuple[str, int], tuple[int, ...]] | None = None
+    for key, value in sorted(rows.items()):
+        if not value.size:
+            continue
+        error = np.abs(value.astype(np.float64) - exact[key].astype(np.float64))
+        error[np.isnan(error)] = math.inf
+        index = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), error.shape))
+        if found is None or error[index] > found[0]:
+            found = (float(error[index]), key, index)
+    assert found is not None
+    return found[1], found[2]

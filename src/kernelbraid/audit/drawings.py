@@ -1,0 +1,291 @@
+"""Which problems an audit draws: shapes on both sides of every edge, and random ones between.
+
+An edge is a size at which an implementation may change what it does: the length of a block of positions (the value
+of a numeric knob), a page, or a size at which its schedule changes. Nothing here knows an operator: axes and limits
+come from its contract, edges from its build.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from kernelbraid.contract import Regime
+from kernelbraid.ir.evidence import Level
+from kernelbraid.ops.problem import INPUT_KINDS, InputKind, Layout, Operator, ProblemShape
+
+WHOLE_REGIMES: tuple[Regime, ...] = ("update", "backward")
+"""Regimes that compute every row of a request at once."""
+
+PAGE = 16
+"""Page size of a layout where nothing else is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the cases of an audit are derived from, and all that they depend on."""
+
+    level: Level
+    constant_axes: tuple[dict[str, int], ...]
+    numerics: Mapping[str, int]
+    """Value of every numeric knob; each may be the length of a block of positions."""
+    edges: Mapping[str, tuple[int, ...]]
+    """Load axis -> sizes at which the schedule changes: `batch` counts requests in a call, `query_length` the most
+    rows of one request in a call, `page_size` slots of a page; every other axis counts positions."""
+    dtype: str
+    seed: int
+    root_agrees: bool
+    """Whether the root has the same bits id, so that its bits must be equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A problem to be drawn: its shape and the seed of its numbers."""
+
+    shape: ProblemShape
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much a level does."""
+
+    rounds: int
+    """Independent sets of problems."""
+    kinds: int
+    """Input kinds of a relation that needs no particular one, `normal` first, the others in turn."""
+    near: int
+    """Edges up to this many positions belong to every problem; those beyond have a problem of their own."""
+    short: int
+    """Edges up to this many positions belong to every problem of which all rows are computed."""
+    whole: int
+    """Positions of the longest request of which every row is computed."""
+    crossing: int
+    """About how many rows of a request lie across the largest edge."""
+    batch: int
+    """Largest number of requests in a call."""
+    alone: int
+    """Requests of a problem that are computed again alone."""
+    layouts: int
+    """Random layouts (partitions, orders, page sizes) of each problem."""
+    reruns: int
+    longest: int
+    """Bytes that the inputs of the longest request may take."""
+
+
+SCALES: Mapping[Level, Scale] = {
+    Level.SMOKE: Scale(1, 1, 300, 65, 130, 8, 4, 1, 1, 1, 0),
+    Level.SCREEN: Scale(1, 2, 8200, 137, 1100, 16, 1024, 4, 2, 2, 0),
+    Level.FULL: Scale(2, len(INPUT_KINDS), 8200, 300, 4200, 70, 1024, 8, 3, 6, 256 << 20),
+}
+
+
+def derive(*parts: object) -> int:
+    """Return a seed that depends on every part and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The problems of one plan under one set of constant axes; equal arguments give equal problems."""
+
+    operator: Operator
+    plan: Plan
+    constant: tuple[tuple[str, int], ...]
+    scale: Scale = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", SCALES[self.plan.level])
+
+    def rng(self, *parts: object) -> random.Random:
+        return random.Random(derive(self.plan.seed, self.constant, *parts))
+
+    def limit(self, axis: str, otherwise: int) -> int:
+        """The contract's upper limit of a load axis, or `otherwise` where it has none of that name."""
+        return next((a.high for a in self.operator.contract.axes if a.name == axis), otherwise)
+
+    @cached_property
+    def positions(self) -> int:
+        return self.limit("key_length", 4096)
+
+    @cached_property
+    def pages(self) -> tuple[int, int]:
+        """Smallest and largest page size."""
+        axis = next((a for a in self.operator.contract.axes if a.name == "page_size"), None)
+        return (axis.low, axis.high) if axis else (PAGE, PAGE)
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Lengths along positions at which something may begin: blocks, their doubles, pages, schedules."""
+        known = ("batch", "query_length", "page_size")
+        schedule = {e for axis, sizes in self.plan.edges.items() if axis not in known for e in sizes}
+        blocks = set(self.plan.numerics.values())
+        lengths = blocks | {2 * b for b in blocks} | {PAGE} | schedule
+        return tuple(sorted(e for e in lengths if 1 <= e <= self.positions))
+
+    @cached_property
+    def near(self) -> tuple[int, ...]:
+        return tuple(e for e in self.blocks if e <= self.scale.near)
+
+    @cached_property
+    def query_edges(self) -> tuple[int, ...]:
+        return tuple(e for e in self.plan.edges.get("query_length", ()) if 1 <= e <= self.scale.whole)
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """Batch sizes worth a call: the smallest and largest, both sides of every edge, and random ones."""
+        high = min(self.scale.batch, self.limit("batch", self.scale.batch))
+        around = {e + d for e in self.plan.edges.get("batch", ()) for d in (-1, 0, 1)}
+        rng = self.rng("batches")
+        drawn = {logarithmic(rng, 1, high) for _ in range(2 * self.scale.layouts)}
+        return tuple(sorted(n for n in {1, 2, 3, high - 1, high} | around | drawn if 1 <= n <= high))
+
+    @cached_property
+    def bytes_per_position(self) -> int:
+        """Bytes of one request's inputs for each position, measured on a drawn one."""
+        shape = ProblemShape(self.constant, (1,), (1,), "normal", self.plan.dtype)
+        problem = self.operator.draw(shape, np.random.default_rng(0))
+        return sum(array.nbytes for request in problem.requests for array in request.values())
+
+    def kinds(self, every: bool, *salt: object) -> tuple[InputKind, ...]:
+        """`normal` first; then all others, or as many as the level asks for, chosen by `salt`."""
+        others = [kind for kind in INPUT_KINDS if kind != "normal"]
+        self.rng("kinds", *salt).shuffle(others)
+        count = self.scale.kinds if self.plan.level == Level.SMOKE or not every else len(INPUT_KINDS)
+        return ("normal", *others[: count - 1])
+
+    def problems(self, regime: Regime, *salt: object, every: bool = False) -> tuple[Drawing, ...]:
+        """The level's problems for a regime, one a round and kind; relations share them and their results."""
+        draw = self.whole if regime in WHOLE_REGIMES else self.edges
+        return tuple(
+            draw(kind, turn) for turn in range(self.scale.rounds) for kind in self.kinds(every, *salt, turn)
+        )
+
+    def edges(self, kind: InputKind, turn: int = 0) -> Drawing:
+        """A problem with a request across every near edge, more rows across the largest, and random ones."""
+        rng = self.rng("edges", kind, turn)
+        largest = max((e for e in self.near if e <= self.scale.whole), default=1)
+        thorough = kind == "normal" or self.plan.level == Level.FULL
+        sizes = [
+            (min(e + 2, self.positions), 4) for e in self.near if e < largest or (e > largest and thorough)
+        ]
+        crossing = self.scale.crossing
+        beyond = rng.randint(2, crossing)
+        sizes.append((min(largest + beyond, self.positions), beyond + rng.randint(2, crossing)))
+        sizes += [(e + 1 + rng.randint(0, 40), e + 1) for e in self.query_edges]
+        sizes += [(1, 1), (2, 1), (0, 0), (rng.randint(1, 40), 0)]
+        for _ in range(2 if self.plan.level == Level.SMOKE else 4):
+            longest = 2 * largest if self.plan.level == Level.FULL else 600
+            sizes.append((logarithmic(rng, 1, min(longest, self.positions)), rng.randint(1, 9)))
+        rng.shuffle(sizes)
+        return self._drawing([(n, min(rows, n)) for n, rows in sizes], kind, "edges", turn)
+
+    def whole(self, kind: InputKind, turn: int = 0) -> Drawing:
+        """A problem of which every row is computed: both sides of short edges, and random lengths."""
+        rng = self.rng("whole", kind, turn)
+        short = [e for e in self.near if e <= self.scale.short]
+        lengths = [min(rng.choice((e - 1, e)), self.positions) for e in short] + [
+            min(e + 1, self.positions) for e in short
+        ]
+        lengths += [0, 1, 2, logarithmic(rng, 1, 300), logarithmic(rng, 1, 300)]
+        rng.shuffle(lengths)
+        return self._drawing([(n, n) for n in lengths], kind, "whole", turn)
+
+    def beyond(self) -> tuple[Drawing, ...]:
+        """Problems of which every row is computed, of a request that goes beyond a long edge."""
+        edges = [e for e in self.near if self.scale.short < e < self.scale.whole]
+        drawings = []
+        for edge in edges if self.plan.level == Level.FULL else edges[-1:]:
+            rng = self.rng("beyond", edge)
+            lengths = [min(edge + rng.randint(1, 20), self.positions), rng.randint(1, 40)]
+            drawings.append(self._drawing([(n, n) for n in lengths], "normal", "beyond", edge))
+        return tuple(drawings)
+
+    def many(self, kind: InputKind, regime: Regime) -> Drawing:
+        """As many short requests as a call may hold."""
+        rng = self.rng("many", kind, regime)
+        high = 6 if regime in WHOLE_REGIMES else 24
+        lengths = [logarithmic(rng, 1, high) for _ in range(self.batches[-1])]
+        most = {"decode": 1, "prefill": 2, "chunked_prefill": 3}.get(regime, high)
+        sizes = [(n, n if regime in WHOLE_REGIMES else min(n, rng.randint(1, most))) for n in lengths]
+        return self._drawing(sizes, kind, "many", regime)
+
+    def far(self, kind: InputKind = "normal") -> tuple[Drawing, ...]:
+        """One problem for each edge beyond the near ones, and for the longest context that memory allows."""
+        ends = [min(e + 2, self.positions) for e in self.blocks if e > self.scale.near]
+        if self.scale.longest:
+            ends.append(min(self.positions, self.scale.longest // self.bytes_per_position))
+        return tuple(self._drawing([(n, 6), (1, 1)], kind, "far", n) for n in sorted(set(ends)))
+
+    def accuracy(self, kind: InputKind, regime: Regime, turn: int) -> Drawing:
+        """A problem with enough rows for an error norm to be steady."""
+        rng = self.rng("accuracy", kind, regime in WHOLE_REGIMES, turn)
+        lengths = [rng.randint(30, 90), rng.randint(150, 300)]
+        if regime in WHOLE_REGIMES:
+            return self._drawing([(n, n) for n in lengths], kind, "accuracy", turn)
+        lengths += [min(e + rng.randint(1, 90), self.positions) for e in self.near[-1:]]
+        return self._drawing([(n, min(n, 16)) for n in lengths], kind, "accuracy rows", turn)
+
+    def prefixed(self, kind: InputKind, turn: int, regime: Regime, page_size: int) -> Drawing:
+        """A problem whose requests begin with the same positions, a whole number of pages."""
+        rng = self.rng("prefixed", kind, turn, regime, page_size)
+        edge = rng.choice([e for e in self.near if e <= max(self.scale.whole, PAGE)])
+        shared = max(1, (edge + rng.randint(0, 2 * page_size)) // page_size) * page_size
+        rows = [rng.randint(1, 4) if regime == "decode" else rng.randint(1, 70) for _ in range(4)] + [1]
+        sizes = [
+            (min(shared + extra + n, self.positions), n) for n in rows for extra in (rng.randint(0, 20),)
+        ]
+        drawing = self._drawing(sizes, kind, "prefixed", turn, regime, page_size)
+        return Drawing(replace(drawing.shape, shared_prefix=shared), drawing.seed)
+
+    def layout(
+        self, regime: Regime, drawing: Drawing, requests: Iterable[int] | None = None, salt: int = 0
+    ) -> Layout:
+        """The regime's way to run a problem: at once, row by row, or in random and adversarial pieces."""
+        chosen = tuple(requests) if requests is not None else tuple(range(len(drawing.shape.rows)))
+        rows = [drawing.shape.rows[b] for b in chosen]
+        partition: tuple[tuple[int, ...], ...] = ()
+        if regime == "decode":
+            partition = tuple((1,) * r for r in rows)
+        elif regime == "chunked_prefill":
+            rng = self.rng("pieces", drawing.seed, salt)
+            partition = tuple(self.pieces(rng, r) for r in rows)
+        return Layout(
+            regime, chosen, partition, PAGE, 0, 0, 1 + derive(drawing.seed, regime, chosen, salt) % (1 << 31)
+        )
+
+    def pieces(self, rng: random.Random, rows: int) -> tuple[int, ...]:
+        """Cut rows into at most eight pieces: single rows, an edge and its neighbours, or anything."""
+        sizes = [1] + [e + d for e in (*self.near, *self.query_edges) for d in (-1, 0, 1)]
+        cut: list[int] = []
+        while rows and len(cut) < 7:
+            fitting = [n for n in sizes if 1 <= n <= rows]
+            size = rng.choice(fitting) if rng.random() < 0.6 else rng.randint(1, rows)
+            cut.append(size)
+            rows -= size
+        if rows:
+            cut.append(rows)
+        rng.shuffle(cut)
+        return tuple(cut)
+
+    def page_sizes(self, rng: random.Random) -> tuple[int, ...]:
+        """Page sizes worth a layout: the limits, both sides of every edge, and random ones."""
+        low, high = self.pages
+        around = {e + d for e in self.plan.edges.get("page_size", ()) for d in (-1, 0, 1)}
+        drawn = {rng.randint(low, high) for _ in range(self.scale.layouts)}
+        sizes = {low, high, 3, min(self.near, key=lambda e: abs(e - 64))} | around | drawn
+        return tuple(sorted(n for n in sizes if low <= n <= high))
+
+    def _drawing(self, sizes: list[tuple[int, int]], kind: InputKind, *salt: object) -> Drawing:
+        lengths, rows = tuple(n for n, _ in sizes), tuple(r for _, r in sizes)
+        shape = ProblemShape(self.constant, lengths, rows, kind, self.plan.dtype)
+        return Drawing(shape, derive(self.plan.seed, self.constant, kind, *salt))
+
+
+def logarithmic(rng: random.Random, low: int, high: int) -> int:
+    """A random integer between the limits, as likely short as long."""
+    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
