@@ -77,7 +77,7 @@ class Layout:
 
     regime: Regime
     requests: tuple[int, ...]
-    """Which requests take part, in call order; one alone is `(b,)`, one named twice takes part in two copies."""
+    """Which requests take part, in call order; alone is `(b,)`, one named twice takes part in two copies."""
     partition: tuple[tuple[int, ...], ...] = ()
     """For each entry of `requests`, the sizes of the pieces its rows are cut into; empty: one piece.
 
