@@ -350,21 +350,21 @@ def timed(
     assert all(isinstance(value, int) for value in sizes.values())
     timing = _Timing(lengths, rows, **sizes)  # type: ignore[arg-type]
     if contiguous:
-        inputs, state, calls = _timed_contiguous(timing, rng, variants, pool_bytes)
+        inputs, calls = _timed_contiguous(timing, rng, variants, pool_bytes)
     elif workload.phase == "update":
-        inputs, state, calls = _timed_packed(timing, rng, variants)
+        inputs, calls = _timed_packed(timing, rng, variants)
     else:
-        inputs, state, calls = _timed_paged(timing, rng, variants, pool_bytes)
+        inputs, calls = _timed_paged(timing, rng, variants, pool_bytes)
     outputs: dict[str, tuple[tuple[int, ...], str]] = {}
     if not contiguous:
         outputs["out"] = ((variants * timing.total, timing.query_heads, timing.head_dim), "float32")
     if not contiguous and workload.phase == "update":
         outputs["lse"] = ((variants * timing.query_heads, timing.total), "float32")
     axes = {name: sizes[name] for name in ("query_heads", "kv_heads", "head_dim")}
-    return Program(inputs, state, outputs, calls, constant_axes=axes)  # type: ignore[arg-type]
+    return Program(inputs, {}, outputs, calls, constant_axes=axes)  # type: ignore[arg-type]
 
 
-_Parts = tuple[dict[str, Array], dict[str, Array], tuple[Call, ...]]
+_Parts = tuple[dict[str, Array], tuple[Call, ...]]
 
 
 def _timed_packed(timing: _Timing, rng: np.random.Generator, variants: int) -> _Parts:
@@ -383,7 +383,7 @@ def _timed_packed(timing: _Timing, rng: np.random.Generator, variants: int) -> _
             "lse": View("lse", i * heads, (i + 1) * heads),
         }
         calls.append(Call("attention", arguments))
-    return inputs, {}, tuple(calls)
+    return inputs, tuple(calls)
 
 
 def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_bytes: int) -> _Parts:
@@ -418,8 +418,8 @@ def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_
             "lse": None,
         }
         calls.append(Call("paged_attention", arguments))
-    state: dict[str, Array] = {name: normal(rng, (count, *page)) for name in ("k_cache", "v_cache")}
-    return inputs, state, tuple(calls)
+    inputs |= {name: normal(rng, (count, *page)) for name in ("k_cache", "v_cache")}
+    return inputs, tuple(calls)
 
 
 def _timed_contiguous(timing: _Timing, rng: np.random.Generator, variants: int, pool_bytes: int) -> _Parts:
@@ -443,4 +443,4 @@ def _timed_contiguous(timing: _Timing, rng: np.random.Generator, variants: int, 
             "softmax_scale": timing.scale,
         }
         calls.append(Call("peer", arguments))
-    return inputs, {}, tuple(calls)
+    return inputs, tuple(calls)
