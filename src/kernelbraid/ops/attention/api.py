@@ -11,9 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernelbraid.contract import Axis
 from kernelbraid.ops import installed
 from kernelbraid.ops.attention.spec import CONTRACT
 
+Numbers = npt.NDArray[Any]
 Integers = npt.NDArray[np.int32]
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BATCH, QUERY_LENGTH, KEY_LENGTH, PAGE_SIZE = (
@@ -68,19 +70,18 @@ def attention(
     Bits: contract `attention` 1. A row's bits are those that `paged_attention` gives for the same keys.
     """
     _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
-    _check_rows("q", q, QUERY_HEADS)
-    _check_rows("k", k, KV_HEADS)
-    _check_rows("v", v, KV_HEADS)
-    _check_shape("k", k, (q.shape[0], None, q.shape[2]), "q")
-    _check_shape("v", v, tuple(k.shape), "k")
-    _check_group(q, k)
-    lengths, cu = _token_counts("cu_seqlens", cu_seqlens, q.shape[0])
+    queries = _rows("q", q, QUERY_HEADS)
+    keys, values = _rows("k", k, KV_HEADS), _rows("v", v, KV_HEADS)
+    _check_shape("k", keys, (queries.shape[0], None, queries.shape[2]), "q")
+    _check_shape("v", values, keys.shape, "k")
+    _check_group(queries, keys)
+    lengths, cu = _token_counts("cu_seqlens", cu_seqlens, queries.shape[0])
     _check_bound("max_seqlen", max_seqlen, lengths, "a sequence", QUERY_LENGTH.high)
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-    if q.shape[0]:
+    scale = _scale(softmax_scale, queries)
+    out, lse = torch.empty(q.shape, dtype=q.dtype), _empty_lse(q, return_lse)
+    if queries.size:
         _implementation().attention(
-            _array(q), _array(k), _array(v), cu, max_seqlen, _scale(softmax_scale, q), *_results(out, lse)
+            queries, keys, values, cu, max_seqlen, scale, out.numpy(), None if lse is None else lse.numpy()
         )
     return out if lse is None else (out, lse)
 
@@ -133,31 +134,37 @@ def paged_attention(
     Bits: contract `attention` 1. A row's bits depend on its query and on its request's keys and values alone.
     """
     _refuse(window=window, soft_cap=soft_cap, sinks=sinks)
-    _check_rows("q", q, QUERY_HEADS)
-    _check_caches(k_cache, v_cache)
-    _check_shape("k_cache", k_cache, (None, None, None, q.shape[2]), "q")
-    _check_group(q, k_cache)
-    new, cu = _token_counts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    queries = _rows("q", q, QUERY_HEADS)
+    keys, values = _caches(k_cache, v_cache)
+    _check_shape("k_cache", keys, (None, None, None, queries.shape[2]), "q")
+    _check_group(queries, keys)
+    new, cu = _token_counts("cu_seqlens_q", cu_seqlens_q, queries.shape[0])
     _check_bound("max_seqlen_q", max_seqlen_q, new, "a request's new tokens", QUERY_LENGTH.high)
-    lengths, table = _check_pages(k_cache, page_table, seqlens_k, new)
+    lengths, table = _pages(keys, page_table, seqlens_k, new)
     _check_bound("max_seqlen_k", max_seqlen_k, lengths, "a request", KEY_LENGTH.high)
+    scale = _scale(softmax_scale, queries)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
+        results = out.numpy()
     else:
-        _check_out(out, q, k_cache, v_cache)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-    if q.shape[0]:
+        results = _array("out", out, (q.dtype,), 3)
+        _check_shape("out", results, queries.shape, "q")
+        _check_written("out", results, {"q": queries, "k_cache": keys, "v_cache": values})
+        _count_write(out)
+    lse = _empty_lse(q, return_lse)
+    if queries.size:
         _implementation().paged_attention(
-            _array(q),
-            _array(k_cache),
-            _array(v_cache),
+            queries,
+            keys,
+            values,
             table,
             cu,
             lengths,
             max_seqlen_q,
             max_seqlen_k,
-            _scale(softmax_scale, q),
-            *_results(out, lse),
+            scale,
+            results,
+            None if lse is None else lse.numpy(),
         )
     return out if lse is None else (out, lse)
 
@@ -188,21 +195,18 @@ def write_kv_cache(
 
     Bits: copies, every bit kept.
     """
-    _check_rows("k", k, KV_HEADS)
-    _check_rows("v", v, KV_HEADS)
-    _check_shape("v", v, tuple(k.shape), "k")
-    _check_caches(k_cache, v_cache)
-    _check_shape("k_cache", k_cache, (None, None, *k.shape[1:]), "k")
-    new, cu = _token_counts("cu_seqlens_q", cu_seqlens_q, k.shape[0])
-    lengths, table = _check_pages(k_cache, page_table, seqlens_k, new)
-    _check_slots(new, lengths, table, k_cache.shape[1])
-    inputs = {"k": k, "v": v}
-    _check_written("k_cache", k_cache, {**inputs, "v_cache": v_cache})
-    _check_written("v_cache", v_cache, inputs)
-    if k.shape[0]:
-        caches = _array(k_cache), _array(v_cache)
-        _implementation().write_kv_cache(_array(k), _array(v), *caches, table, cu, lengths)
-        _changed(k_cache, v_cache)
+    keys, values = _rows("k", k, KV_HEADS), _rows("v", v, KV_HEADS)
+    _check_shape("v", values, keys.shape, "k")
+    key_cache, value_cache = _caches(k_cache, v_cache)
+    _check_shape("k_cache", key_cache, (None, None, *keys.shape[1:]), "k")
+    new, cu = _token_counts("cu_seqlens_q", cu_seqlens_q, keys.shape[0])
+    lengths, table = _pages(key_cache, page_table, seqlens_k, new)
+    _check_slots(new, lengths, table, key_cache.shape[1])
+    _check_written("k_cache", key_cache, {"k": keys, "v": values, "v_cache": value_cache})
+    _check_written("v_cache", value_cache, {"k": keys, "v": values})
+    if keys.size:
+        _implementation().write_kv_cache(keys, values, key_cache, value_cache, table, cu, lengths)
+        _count_write(k_cache, v_cache)
 
 
 # ---- The implementation ----
@@ -231,19 +235,12 @@ def _cpu_implementation() -> ModuleType:
     return installed.load(found, "attention")
 
 
-def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as an array, not a copy."""
-    array: npt.NDArray[Any] = tensor.detach().numpy()
-    return array
+def _empty_lse(q: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32) if wanted else None
 
 
-def _results(out: Tensor, lse: Tensor | None) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    _changed(out)
-    return _array(out), None if lse is None else _array(lse)
-
-
-def _changed(*tensors: Tensor) -> None:
-    """Tell autograd that these are about to be written, so that a graph that saved them notices."""
+def _count_write(*tensors: Tensor) -> None:
+    """Tell autograd that these are written, so that a graph that saved one of them notices."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
@@ -260,11 +257,12 @@ def _refuse(**features: object) -> None:
             )
 
 
-def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:
+def _array(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> Numbers:
+    """Check a tensor and return its memory as an array, not a copy."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-    device = tensor.device.type
-    if device != "cpu":
+    if not tensor.is_cpu:
+        device = tensor.device.type
         raise ValueError(f"{name} is on {device}, for which this version has no backend: move it to the CPU")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
@@ -272,14 +270,17 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], di
         raise ValueError(_wrong_dtype(name, tensor.dtype, dtypes))
     if tensor.dim() != dimensions:
         raise ValueError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name}'s last dimension must have stride 1, not {tensor.stride(-1)}: call .contiguous()"
-        )
     if tensor.is_neg():
         raise ValueError(f"{name} is a lazily negated view: call .resolve_neg()")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad and attention has no backward yet: pass {name}.detach()")
+    if tensor.requires_grad:
+        if torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad and there is no backward yet: pass {name}.detach()")
+        tensor = tensor.detach()
+    array: Numbers = tensor.numpy()
+    if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
+        stride = tensor.stride(-1)
+        raise ValueError(f"{name}'s last dimension must have stride 1, not {stride}: call .contiguous()")
+    return array
 
 
 def _wrong_dtype(name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str:
@@ -291,48 +292,46 @@ def _wrong_dtype(name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...])
     return text
 
 
-def _check_rows(name: str, tensor: Tensor, heads: Any) -> None:
-    _check_tensor(name, tensor, SUPPORTED_DTYPES, 3)
-    _check_heads(name, tensor, heads)
+def _rows(name: str, tensor: Tensor, heads: Axis) -> Numbers:
+    array = _array(name, tensor, SUPPORTED_DTYPES, 3)
+    _check_heads(name, array, heads)
+    return array
 
 
-def _check_heads(name: str, tensor: Tensor, heads: Any) -> None:
-    for axis, value in ((heads, tensor.shape[-2]), (HEAD_DIM, tensor.shape[-1])):
-        try:
-            axis.check(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+def _caches(k_cache: Tensor, v_cache: Tensor) -> tuple[Numbers, Numbers]:
+    keys = _array("k_cache", k_cache, SUPPORTED_DTYPES, 4)
+    values = _array("v_cache", v_cache, SUPPORTED_DTYPES, 4)
+    _check_heads("k_cache", keys, KV_HEADS)
+    PAGE_SIZE.check(keys.shape[1])
+    _check_shape("v_cache", values, keys.shape, "k_cache")
+    return keys, values
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int | None, ...], source: str) -> None:
+def _check_heads(name: str, array: Numbers, heads: Axis) -> None:
+    try:
+        heads.check(array.shape[-2])
+        HEAD_DIM.check(array.shape[-1])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _check_shape(name: str, array: Numbers, wanted: tuple[int | None, ...], source: str) -> None:
     """Compare a shape with another argument's; None stands for any size."""
-    if any(w is not None and w != given for w, given in zip(wanted, tensor.shape, strict=True)):
-        shown = ", ".join("any" if w is None else str(w) for w in wanted)
-        raise ValueError(f"{name} must have shape [{shown}] to fit {source}, got {list(tensor.shape)}")
+    for size, given in zip(wanted, array.shape, strict=True):
+        if size != given and size is not None:
+            shown = ", ".join("any" if size is None else str(size) for size in wanted)
+            raise ValueError(f"{name} must have shape [{shown}] to fit {source}, got {list(array.shape)}")
 
 
-def _check_group(q: Tensor, keys: Tensor) -> None:
-    query_heads, kv_heads = q.shape[1], keys.shape[-2]
+def _check_group(queries: Numbers, keys: Numbers) -> None:
+    query_heads, kv_heads = queries.shape[1], keys.shape[-2]
     if query_heads % kv_heads:
         raise ValueError(f"q's {query_heads} heads must be a multiple of the {kv_heads} KV heads")
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
-    for name, cache_ in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_tensor(name, cache_, SUPPORTED_DTYPES, 4)
-    _check_heads("k_cache", k_cache, KV_HEADS)
-    PAGE_SIZE.check(k_cache.shape[1])
-    _check_shape("v_cache", v_cache, tuple(k_cache.shape), "k_cache")
-
-
-def _integers(name: str, tensor: Tensor, dimensions: int) -> Integers:
-    _check_tensor(name, tensor, (torch.int32,), dimensions)
-    return _array(tensor)
-
-
 def _token_counts(name: str, offsets: Tensor, total: int) -> tuple[Integers, Integers]:
     """Check cumulative lengths and return lengths and the array itself."""
-    cu = _integers(name, offsets, 1)
+    cu: Integers = _array(name, offsets, (torch.int32,), 1)
     if not cu.size:
         raise ValueError(f"{name} must have one entry more than there are requests, got none")
     BATCH.check(cu.size - 1)
@@ -350,33 +349,30 @@ def _check_bound(name: str, bound: int, lengths: Integers, what: str, limit: int
         raise ValueError(f"{name} must be between {longest}, the longest of {what}, and {limit}, got {bound}")
 
 
-def _check_pages(
-    k_cache: Tensor, page_table: Tensor, seqlens_k: Tensor, new: Integers
-) -> tuple[Integers, Integers]:
+def _pages(cache: Numbers, page_table: Tensor, seqlens_k: Tensor, new: Integers) -> tuple[Integers, Integers]:
     """Check lengths and the page numbers in use; return both arrays."""
-    pages, size = k_cache.shape[:2]
-    lengths = _integers("seqlens_k", seqlens_k, 1)
-    table = _integers("page_table", page_table, 2)
-    batch = new.size
-    if lengths.size != batch or table.shape[0] != batch:
+    pages, size = cache.shape[:2]
+    lengths: Integers = _array("seqlens_k", seqlens_k, (torch.int32,), 1)
+    table: Integers = _array("page_table", page_table, (torch.int32,), 2)
+    if not lengths.size == table.shape[0] == new.size:
         raise ValueError(
-            f"cu_seqlens_q says {batch} requests, seqlens_k has {lengths.size}, page_table {table.shape[0]}"
+            f"cu_seqlens_q says {new.size} requests, seqlens_k {lengths.size}, page_table {table.shape[0]}"
         )
-    if not batch:
+    if not new.size:
         return lengths, table
     room = min(table.shape[1] * size, KEY_LENGTH.high)
-    if (lengths < new).any() or lengths.max() > room:
+    longest = int(lengths.max())
+    if longest > room or (lengths < new).any():
         raise ValueError(
             f"seqlens_k must lie between a request's new tokens and {room}, what {table.shape[1]} pages of "
             f"{size} hold (at most {KEY_LENGTH.high}), got {_shown(lengths)} with new tokens {_shown(new)}"
         )
-    used = -(-lengths // size)
-    columns = int(used.max())
-    inside = table[:, :columns].view(np.uint32) < pages
-    if not inside.all():
-        wrong = ~inside & (np.arange(columns) < used[:, None])
-        if wrong.any():
-            b, column = (int(i) for i in np.argwhere(wrong)[0])
+    columns = -(-longest // size)
+    # As unsigned numbers, negative pages are too large as well.
+    outside = table[:, :columns].view(np.uint32) >= pages
+    if outside.any():
+        outside &= np.arange(columns) < -(-lengths[:, None] // size)
+        for b, column in np.argwhere(outside):
             raise ValueError(
                 f"page_table[{b}, {column}] is in use and must lie between 0 and {pages - 1}, "
                 f"got {table[b, column]}"
@@ -385,51 +381,43 @@ def _check_pages(
 
 
 def _check_slots(new: Integers, lengths: Integers, table: Integers, size: int) -> None:
-    """Refuse two new tokens with the same place in the cache."""
+    """Refuse two new tokens with the same place in the cache, looking at the runs of slots they take."""
     first = (lengths - new) // size
-    counts = np.where(new > 0, (lengths - 1) // size - first + 1, 0)
+    counts = (lengths + (size - 1)) // size - first
+    counts[new == 0] = 0
     request = np.repeat(np.arange(new.size), counts)
-    if request.size < 2:
-        return
     column = np.arange(request.size) + (first - np.cumsum(counts) + counts)[request]
-    page = table[request, column].astype(np.int64) * size
-    start = page + np.maximum((lengths - new)[request] - column * size, 0)
-    stop = page + np.minimum(lengths[request] - column * size, size)
+    origin = column * size
+    page = table[request, column].astype(np.int64)
+    start = page * size + np.maximum((lengths - new)[request] - origin, 0)
+    stop = page * size + np.minimum(lengths[request] - origin, size)
     order = np.argsort(start)
-    clash = np.flatnonzero(stop[order][:-1] > start[order][1:])
-    if clash.size:
-        one, other = (int(request[order[clash[0] + i]]) for i in (0, 1))
+    clash = stop[order[:-1]] > start[order[1:]]
+    if clash.any():
+        at = int(np.argmax(clash))
+        one, other = (int(request[order[at + i]]) for i in (0, 1))
         raise ValueError(
             f"page_table gives new tokens of requests {one} and {other} the same place in page "
-            f"{int(page[order[clash[0]]]) // size}: pages that are written must not be shared"
+            f"{page[order[at]]}: pages that are written must not be shared"
         )
 
 
-def _check_out(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    _check_tensor("out", out, (q.dtype,), 3)
-    _check_shape("out", out, tuple(q.shape), "q")
-    _check_written("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
-
-
-def _check_written(name: str, tensor: Tensor, others: dict[str, Tensor]) -> None:
-    """Refuse a tensor whose elements share memory with each other or with an input's."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+def _check_written(name: str, array: Numbers, others: dict[str, Numbers]) -> None:
+    """Refuse an array whose elements share memory with each other or with an input's."""
+    extent = array.itemsize
+    for stride, size in sorted(zip(array.strides, array.shape, strict=True)):
         if size > 1:
             if stride < extent:
-                raise ValueError(
-                    f"{name}'s elements overlap in memory (strides {tensor.stride()}): use a copy"
-                )
-            extent = stride * size
-    mine = _array(tensor)
+                raise ValueError(f"{name}'s elements overlap in memory: pass a tensor of its own")
+            extent += stride * (size - 1)
     for other_name, other in others.items():
-        if np.shares_memory(mine, _array(other)):
+        if np.shares_memory(array, other):
             raise ValueError(f"{name} must not share memory with {other_name}")
 
 
-def _scale(softmax_scale: float | None, q: Tensor) -> float:
+def _scale(softmax_scale: float | None, queries: Numbers) -> float:
     if softmax_scale is None:
-        return 1.0 / math.sqrt(q.shape[2])
+        return 1.0 / math.sqrt(queries.shape[2])
     if not isinstance(softmax_scale, (int, float)) or not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
     return float(softmax_scale)

@@ -396,6 +396,7 @@ def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_
     ends = _offsets(needed)
     for i in range(variants):
         mine = np.take(order, np.arange(i * sum(needed), (i + 1) * sum(needed)), mode="wrap")
+        rng.shuffle(mine)
         for b, n in enumerate(needed):
             tables[i * batch + b, :n] = mine[ends[b] : ends[b + 1]]
     total = timing.total
