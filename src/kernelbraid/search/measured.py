@@ -9,8 +9,6 @@ from kernelbraid.ir.evidence import AuditEvidence, Measurement
 
 PROTOCOL = "cold"
 """Search and promotion read cold measurements alone."""
-CONFIDENCE = 0.999
-"""One-sided, for the aggregate ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +31,31 @@ def processes(evidence: AuditEvidence) -> int:
 
 def totals(measurements: Sequence[Measurement], whose: str) -> tuple[float, ...]:
     """Return `sum_w weight * ms` of each process, milliseconds; `whose` is candidate, root or incumbent."""
-    columns = [getattr(each, f"{whose}_ms") for each in measurements]
     weights = [each.weight for each in measurements]
-    return tuple(
-        math.fsum(w * ms for w, ms in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)
-    )
+    return timing.totals(weights, [getattr(each, f"{whose}_ms") for each in measurements])
 
 
-def aggregate(evidence: AuditEvidence, against: str = "incumbent", confidence: float = CONFIDENCE) -> Ratio:
+def aggregate(
+    evidence: AuditEvidence, against: str = "incumbent", confidence: float = timing.CONFIDENCE
+) -> Ratio:
     """Return the ratio of the candidate's aggregate latency to that of the incumbent or the root."""
     measurements = cold(evidence)
     return Ratio(*timing.bound(totals(measurements, "candidate"), totals(measurements, against), confidence))
 
 
-def workload_ratio(measurement: Measurement, against: str = "root", confidence: float = CONFIDENCE) -> Ratio:
+def workload_ratio(
+    measurement: Measurement, against: str = "root", confidence: float = timing.CONFIDENCE
+) -> Ratio:
     """Return the ratio of the candidate's latency on one workload to that of the root or the incumbent."""
     return Ratio(*timing.bound(measurement.candidate_ms, getattr(measurement, f"{against}_ms"), confidence))
 
 
-def provable(evidence: AuditEvidence, least: int) -> float | None:
-    """Return the smallest gain this evidence could have proven; None with fewer than `least` processes."""
-    if processes(evidence) < least:
+def provable(evidence: AuditEvidence) -> float | None:
+    """Return the smallest relative gain this evidence could have proven; None with too few processes."""
+    if processes(evidence) < timing.LEAST_ROUNDS:
         return None
     measurements = cold(evidence)
-    return timing.smallest_gain(
-        totals(measurements, "candidate"), totals(measurements, "incumbent"), CONFIDENCE
-    )
+    return timing.smallest_gain(totals(measurements, "candidate"), totals(measurements, "incumbent"))
 
 
 def log_ratios(evidence: AuditEvidence) -> dict[str, float]:

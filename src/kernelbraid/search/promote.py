@@ -1,4 +1,4 @@
-"""The promotion rule, from evidence alone.
+"""The promotion rule, from evidence alone, and what becomes of a winner.
 
 A candidate replaces the incumbent if every requirement holds, its aggregate latency lies below the
 incumbent's beyond noise, and no workload exceeds its limit against the root; first on the evidence of the
@@ -8,18 +8,20 @@ search run, then again on that of a full audit with fresh inputs.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from kernelbraid.contract import BitPolicy
-from kernelbraid.ir.evidence import AuditEvidence, Level, Measurement, Status
+from kernelbraid import ops
+from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.timing import GAIN, LEAST_ROUNDS
+from kernelbraid.contract import BitPolicy, Source
+from kernelbraid.ir.evidence import AuditEvidence, Certificate, Level, Measurement, Status
+from kernelbraid.ops import installed
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
+from kernelbraid.search.study import Study
 
-GAIN = 0.995
-"""The upper bound of the aggregate ratio to the incumbent must lie below this."""
 LIMIT_CONFIDENCE = 0.95
 """One-sided, for a workload's ratio to the root: a limit blocks when even its lower bound exceeds it."""
-LEAST_PROCESSES = 3
-"""The unit of replication is a fresh process; fewer pairs prove nothing."""
 
 
 class Outcome(StrEnum):
@@ -141,14 +143,14 @@ def _correctness(
 
 def _speed(evidence: AuditEvidence, level: str) -> Iterator[Check]:
     pairs = processes(evidence)
-    detail = f"{pairs} process pairs, at least {LEAST_PROCESSES} needed"
-    yield Check(f"{level}/processes", pairs >= LEAST_PROCESSES, pairs, LEAST_PROCESSES, detail)
-    if pairs < LEAST_PROCESSES:
+    detail = f"{pairs} process pairs, at least {LEAST_ROUNDS} needed"
+    yield Check(f"{level}/processes", pairs >= LEAST_ROUNDS, pairs, LEAST_ROUNDS, detail)
+    if pairs < LEAST_ROUNDS:
         return
     gain = aggregate(evidence)
     detail = f"aggregate ratio {gain.ratio:.4f}, upper bound {gain.upper:.4f}, must lie below {GAIN}"
     if gain.ratio < GAIN <= gain.upper:
-        least = provable(evidence, LEAST_PROCESSES)
+        least = provable(evidence)
         detail += f"; the smallest gain provable here is {100 * (least or 0.0):.1f}%"
     yield Check(f"{level}/aggregate", gain.upper < GAIN, gain.upper, GAIN, detail)
     for measurement in cold(evidence):
@@ -177,3 +179,74 @@ def _same_subject(screen: AuditEvidence, full: AuditEvidence) -> Check:
     if not held:
         detail = "the second audit is not a full one of this source on fresh inputs in the same environment"
     return Check("full/subject", held, None, None, detail)
+
+
+def install(study: Study) -> tuple[Path, Certificate]:
+    """Make the study's incumbent the implementation that the public operator finds on this machine.
+
+    Returns:
+        The installed file and the certificate beside it.
+
+    Raises:
+        ValueError: nothing was promoted, or it was proven on another CPU model.
+        RuntimeError: the user's data folder cannot be written.
+    """
+    study.require_current()
+    winner, contract = study.incumbent, study.contract
+    if winner == study.root:
+        raise ValueError(
+            f"{study.folder} has promoted nothing: search on, or keep the shipped implementation"
+        )
+    evidence = study.standings()[winner].full
+    assert evidence is not None and evidence.status is Status.VERIFIED
+    here = fingerprint(study.store.study.device, rates=False)
+    if (evidence.environment.architecture, evidence.environment.device) != (here.architecture, here.device):
+        raise ValueError(
+            f"{winner[:12]} was proven on {evidence.environment.device} and this machine is {here.device}: "
+            "search here, or install it there"
+        )
+    source = study.store.source(winner)
+    certificate = certify(study, evidence, source)
+    path = installed.install(
+        study.operator.name,
+        source,
+        architecture=here.architecture,
+        device=here.device,
+        contract=contract.hash,
+        record={"certificate": asdict(certificate), "study": study.store.study.name},
+    )
+    return path, certificate
+
+
+def uninstall(operator: str, device: str = "cpu") -> bool:
+    """Go back to the shipped implementation on this machine; return whether a winner was installed.
+
+    Raises:
+        ValueError: no such operator or device.
+        RuntimeError: the user's data folder cannot be written.
+    """
+    here = fingerprint(device, rates=False)
+    return installed.remove(ops.get(operator).name, here.architecture, here.device)
+
+
+def certify(study: Study, evidence: AuditEvidence, source: Source) -> Certificate:
+    """Return the certificate that a full audit's evidence amounts to."""
+    record, contract = study.store.study, study.contract
+    numerics, architecture = dict(evidence.numerics), evidence.environment.architecture
+    ids = []
+    for axes in record.constant_axes:
+        named = " ".join([*(f"{name}={value}" for name, value in axes.items()), record.dtype])
+        ids.append((named, contract.bits_id(numerics, record.dtype, axes, architecture)))
+    return Certificate(
+        operator=study.operator.name,
+        contract=contract.hash,
+        implementation=source.sha256,
+        file=source.label,
+        bits_ids=tuple(ids),
+        verdicts=evidence.verdicts,
+        specialisations=evidence.specialisations,
+        environment=evidence.environment,
+        harness=evidence.harness,
+        seed=evidence.seed,
+        issued=evidence.started,
+    )

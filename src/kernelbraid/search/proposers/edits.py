@@ -199,3 +199,21 @@ def _literal(value: KnobValue, old: bytes) -> bytes:
         return str(value).encode()
     quote = b"'" if old.startswith(b"'") else b'"'
     return quote + value.encode() + quote
+
+
+def functions_using(source: Source, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the module-level functions that read any of the knobs, directly or through other constants."""
+    wanted = set(names)
+    tree = _parse(source)
+    assignments = {name: found for name, found in _assignments(tree).items() if name != "KNOBS"}
+    growing = True
+    while growing:
+        through = {name for name, found in assignments.items() if any(_reads(node, wanted) for node in found)}
+        growing = not through <= wanted
+        wanted |= through
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return tuple(node.name for node in functions if _reads(node, wanted))
+
+
+def _reads(tree: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(tree))

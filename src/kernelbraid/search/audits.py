@@ -1,0 +1,155 @@
+"""Audits of a study: pending requests leave as a job, run here or elsewhere, and come back as evidence.
+
+A local audit is the same three steps as one that travels, with the job in the study's folder. A job file
+there means that its results may not be recorded yet; it goes away once they are, so that an interrupted
+search finds what it left.
+"""
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kernelbraid.audit import jobs
+from kernelbraid.ir.evidence import AuditEvidence, Level
+from kernelbraid.ir.schema import AuditRequest, Usage
+from kernelbraid.search.study import Study
+
+
+class RunJob(Protocol):
+    """What runs a job: `jobs.run_job`, or a stand-in."""
+
+    def __call__(
+        self,
+        job: jobs.AuditJob,
+        results: Path,
+        *,
+        minutes: float | None = None,
+        progress: Callable[[jobs.Event], None] | None = None,
+    ) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What became of a results file."""
+
+    recorded: tuple[AuditEvidence, ...]
+    repeated: int
+    """Answers to requests that were answered before; each is recorded once."""
+
+
+def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
+    """Return a job that audits the requested implementations beside the root and the present incumbent."""
+    record, store = study.store.study, study.store
+    assert requests
+    return jobs.AuditJob(
+        id=secrets.token_hex(8),
+        study=record.name,
+        operator=record.operator,
+        contract=record.contract_hash,
+        harness=record.harness,
+        device=record.device,
+        level=max((each.level for each in requests), key=list(Level).index),
+        policy=record.policy,
+        dtype=record.dtype,
+        constant_axes=record.constant_axes,
+        workloads=record.workloads,
+        root=store.source(record.root),
+        incumbent=store.source(study.incumbent),
+        candidates=tuple(
+            jobs.Candidate(request=each.id, source=store.source(each.implementation), level=each.level)
+            for each in requests
+        ),
+    )
+
+
+def run(
+    study: Study,
+    requests: Sequence[AuditRequest],
+    *,
+    seconds: float = math.inf,
+    progress: Callable[[jobs.Event], None] | None = None,
+    run_job: RunJob = jobs.run_job,
+) -> tuple[AuditEvidence, ...]:
+    """Audit pending requests on this machine and record what was found; what was cut short stays pending.
+
+    Args:
+        study: whose requests; the caller holds its controller lock.
+        requests: what to audit, in this order.
+        seconds: time after which the job stops by itself.
+        progress: told of every stage.
+        run_job: runs the job.
+    """
+    job = job_of(study, requests)
+    path = study.folder / "jobs" / f"{job.id}.json"
+    jobs.write_job(job, path)
+    results = study.folder / "results" / f"{job.id}.jsonl"
+    minutes = None if math.isinf(seconds) else seconds / 60
+    try:
+        run_job(job, results, minutes=minutes, progress=progress)
+    finally:
+        recorded = _collect(study, path)
+    return recorded
+
+
+def recover(study: Study) -> tuple[AuditEvidence, ...]:
+    """Record the finished audits that a search left behind when it was interrupted."""
+    left = sorted((study.folder / "jobs").glob("*.json"))
+    return tuple(evidence for path in left for evidence in _collect(study, path))
+
+
+def export(study: Study, path: Path, most: int | None = None) -> int:
+    """Write pending requests into one job file that can run where there is no study, and return how many.
+
+    Raises:
+        ValueError: nothing is pending.
+        RuntimeError: the file cannot be written.
+    """
+    study.require_current()
+    waiting = study.store.pending()[:most]
+    if not waiting:
+        raise ValueError(f"{study.folder} has no pending audit to export: submit a candidate first")
+    jobs.write_job(job_of(study, waiting), path)
+    return len(waiting)
+
+
+def take_in(study: Study, path: Path) -> Imported:
+    """Record the evidence of a results file, each answer once.
+
+    Raises:
+        ValueError: the file is corrupt, or its evidence is not of this study.
+    """
+    study.require_current()
+    return _record(study, jobs.read_results(path).evidence)
+
+
+def expected_seconds(study: Study, level: Level) -> float | None:
+    """Return what an audit of that level took on average over the last few; None while there was none."""
+    found = [each.full if level is Level.FULL else each.screen for each in study.standings().values()]
+    recent = [evidence for evidence in found if evidence is not None][-5:]
+    taken = [math.fsum(seconds for _, seconds in evidence.seconds) for evidence in recent]
+    return math.fsum(taken) / len(taken) if taken else None
+
+
+def _collect(study: Study, job: Path) -> tuple[AuditEvidence, ...]:
+    results = study.folder / "results" / f"{job.stem}.jsonl"
+    recorded: tuple[AuditEvidence, ...] = ()
+    if results.exists():
+        recorded = _record(study, jobs.read_results(results).evidence).recorded
+    job.unlink(missing_ok=True)
+    results.unlink(missing_ok=True)
+    return recorded
+
+
+def _record(study: Study, evidence: Sequence[AuditEvidence]) -> Imported:
+    recorded = []
+    for each in evidence:
+        with study.store.transaction():
+            if study.store.record(each):
+                taken = math.fsum(seconds for _, seconds in each.seconds)
+                usage = Usage(purpose="audit", device_seconds=taken, implementation=each.implementation)
+                study.store.record_usage(usage)
+                recorded.append(each)
+    return Imported(tuple(recorded), len(evidence) - len(recorded))

@@ -1,0 +1,303 @@
+"""A study: one operator, one root, one device, and all that a search for something faster finds out."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import select
+
+import kernelbraid
+from kernelbraid import ops
+from kernelbraid.audit import jobs
+from kernelbraid.audit.environment import require_device
+from kernelbraid.contract import BitPolicy, Contract, Source, Workload
+from kernelbraid.ir import query, schema
+from kernelbraid.ir.evidence import AuditEvidence, Level
+from kernelbraid.ir.schema import Audit, Outcome
+from kernelbraid.ir.store import DuplicateSourceError, Store
+from kernelbraid.ops.problem import Operator
+from kernelbraid.search.budget import Budget
+from kernelbraid.search.proposers import Proposal, edits
+from kernelbraid.search.standings import Standing, standing
+from kernelbraid.search.summary import summary
+
+DEFAULT_PATIENCE = 40
+"""Audits without a promotion after which a search ends: more than the single edits of a usual source, so that
+a branch point can be tried out in full before the search gives up on it."""
+PROPOSERS = ("knobs", "external")
+DECLARATIONS = ("numerics", "schedule")
+"""Functions that every implementation exports beside the operator's entry points."""
+
+
+class Study:
+    """A study folder, opened; use it as a context manager.
+
+    Attributes:
+        store: its records.
+        operator: what it optimizes.
+        budget: what it may spend and has spent.
+    """
+
+    def __init__(self, store: Store, operator: Operator) -> None:
+        self.store = store
+        self.operator = operator
+        self.budget = Budget(store)
+        self._audits: dict[str, list[AuditEvidence]] = {}
+        self._standings: dict[str, Standing] = {}
+        self._seen = 0
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        operator: str | Operator,
+        root: Source | Path | None = None,
+        *,
+        device: str = "cpu",
+        workloads: Sequence[Workload] | None = None,
+        policy: BitPolicy | str = BitPolicy.MUTUAL,
+        minutes: float | None = None,
+        audits: int | None = None,
+        patience: int = DEFAULT_PATIENCE,
+        proposer: str = "knobs",
+        dtype: str = "float32",
+        seed: int = 0,
+    ) -> Self:
+        """Make a new study in `folder`, whole or not at all.
+
+        Args:
+            folder: must not exist, or be empty.
+            operator: an operator or its name.
+            root: the implementation to start from, or its file; by default the shipped one.
+            device: `cpu` or `cuda`.
+            workloads: what is timed, with weights and limits; by default the operator's grid `study`.
+            policy: `mutual` lets a candidate have bits of its own, `pinned` keeps the root's.
+            minutes: time to search; None for no limit.
+            audits: candidates to audit; None for no limit.
+            patience: audits without a promotion after which the search ends.
+            proposer: `knobs`, or `external` where candidates come through `submit`.
+            dtype: one of the contract's.
+            seed: decides among edits that evidence does not tell apart.
+
+        Raises:
+            ValueError: an argument is out of its range, or the root is no implementation of the operator.
+            RuntimeError: the folder cannot be written.
+        """
+        operator = ops.get(operator) if isinstance(operator, str) else operator
+        contract = operator.contract
+        require_device(device)
+        if device not in operator.backends:
+            raise ValueError(
+                f"{operator.name} has no backend {device!r}; it has {', '.join(operator.backends)}"
+            )
+        if proposer not in PROPOSERS:
+            raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
+        if dtype not in contract.dtypes:
+            raise ValueError(f"dtype must be one of {', '.join(contract.dtypes)}, got {dtype!r}")
+        source = _root(operator, device, root)
+        check_source(source, operator)
+        timed = operator.grids["study"] if workloads is None else tuple(workloads)
+        record = schema.Study(
+            name=Path(folder).name,
+            operator=operator.name,
+            contract=contract.name,
+            contract_hash=contract.hash,
+            device=device,
+            dtype=dtype,
+            constant_axes=constant_axes(operator, timed),
+            workloads=timed,
+            policy=_policy(policy),
+            proposer=proposer,
+            seed=seed,
+            harness=jobs.harness_hash(),
+            package=kernelbraid.__version__,
+            patience=patience,
+            minutes=minutes,
+            audits=audits,
+        )
+        return cls(Store.create(Path(folder), record, source, contract.requirements), operator)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open a study folder.
+
+        Raises:
+            ValueError: there is no study, or its operator is unknown.
+            RuntimeError: the folder cannot be read or written.
+        """
+        store = Store.open(Path(folder))
+        try:
+            return cls(store, ops.get(store.study.operator))
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def folder(self) -> Path:
+        return self.store.folder
+
+    @property
+    def contract(self) -> Contract:
+        return self.operator.contract
+
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        return self.store.study.workloads
+
+    @property
+    def policy(self) -> BitPolicy:
+        return self.store.study.policy
+
+    @property
+    def root(self) -> str:
+        return self.store.study.root
+
+    @property
+    def incumbent(self) -> str:
+        return query.incumbent(self.store).sha256
+
+    def standings(self) -> dict[str, Standing]:
+        """Return where each audited implementation stands, in the order of their first audits."""
+        with self.store.read() as session:
+            new = session.scalars(select(Audit).where(Audit.seq > self._seen).order_by(Audit.seq)).all()
+            for audit in new:
+                self._audits.setdefault(audit.implementation, []).append(audit.evidence())
+        for sha256 in {audit.implementation for audit in new}:
+            self._standings[sha256] = standing(self._audits[sha256], len(self.workloads))
+        self._seen = max((audit.seq for audit in new), default=self._seen)
+        return {sha256: self._standings[sha256] for sha256 in self._audits}
+
+    def parents(self, sha256: str) -> tuple[str, ...]:
+        """Return the parents of an implementation; the root has none."""
+        modification = query.modification(self.store, sha256)
+        return () if modification is None else modification.parents
+
+    def admit(self, proposal: Proposal) -> str:
+        """Record a proposal as an implementation and request its audit.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            DuplicateSourceError: the study has this source already; the opportunity is closed as such.
+            ValueError: the source is no implementation of the operator, or the modification is not lawful.
+        """
+        check_source(proposal.source, self.operator)
+        try:
+            with self.store.transaction():
+                added = self.store.add_implementation(
+                    proposal.source,
+                    parents=proposal.parents,
+                    hypothesis=proposal.hypothesis,
+                    proposer=proposal.proposer,
+                    functions=proposal.functions,
+                    regimes=proposal.regimes,
+                    expected_effect=proposal.expected_effect,
+                    requirements_at_risk=proposal.requirements_at_risk,
+                    falsified_by=proposal.falsified_by,
+                    opportunity=proposal.opportunity,
+                )
+                return self.store.request_audit(added.sha256, Level.SCREEN)
+        except DuplicateSourceError as duplicate:
+            if proposal.opportunity is not None:
+                self.store.close_opportunity(
+                    proposal.opportunity,
+                    Outcome.DUPLICATE,
+                    reason=str(duplicate),
+                    implementation=duplicate.existing.sha256,
+                )
+            raise
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the study found so far, JSON-able: see `summary.summary`."""
+        return summary(self)
+
+    def require_current(self) -> None:
+        """Raise ValueError unless this version of kernelbraid judges as the study's evidence was judged."""
+        study = self.store.study
+        for what, found, made in (
+            ("contract", self.contract.hash, study.contract_hash),
+            ("judging code", jobs.harness_hash(), study.harness),
+        ):
+            if found != made:
+                raise ValueError(
+                    f"{self.folder} was made under another state of the {what}, and its evidence does not "
+                    "carry over: start a new study, or use the version that made it"
+                )
+
+
+def check_source(source: Source, operator: Operator) -> None:
+    """Raise ValueError unless a source parses, defines what implementations export, has lawful knobs.
+
+    Nothing is executed; the audit is what decides on everything else.
+    """
+    edits.declared(source, operator.contract)
+    defined = {node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)}
+    missing = [name for name in (*operator.entry_points, *DECLARATIONS) if name not in defined]
+    if missing:
+        label = source.label or source.short
+        raise ValueError(
+            f"{label} must define {', '.join(missing)} to be an implementation of {operator.name}"
+        )
+
+
+def read_source(path: Path) -> Source:
+    """Read an implementation from a file.
+
+    Raises:
+        ValueError: there is no such file, or it is not UTF-8 text.
+    """
+    try:
+        return Source(Path(path).read_bytes().decode(), label=Path(path).name)
+    except OSError as error:
+        raise ValueError(f"cannot read the implementation {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the implementation {path} is not UTF-8 text: {error.reason}") from error
+
+
+def constant_axes(operator: Operator, workloads: Sequence[Workload]) -> tuple[dict[str, int], ...]:
+    """Return the distinct values of the constant axes among workloads.
+
+    Raises:
+        ValueError: a workload lacks one of them, or is of a regime that the operator does not have.
+    """
+    names = [axis.name for axis in operator.contract.axes if axis.constant]
+    found: list[dict[str, int]] = []
+    for workload in workloads:
+        if workload.phase not in operator.regimes:
+            raise ValueError(
+                f"{operator.name} has no regime {workload.phase}; it has {', '.join(operator.regimes)}"
+            )
+        axes: dict[str, int] = {}
+        for name in names:
+            value = workload.shape.get(name)
+            if not isinstance(value, int):
+                raise ValueError(f"workload {workload.name} must give the constant axis {name} as an integer")
+            operator.contract.axis(name).check(value)
+            axes[name] = value
+        if axes not in found:
+            found.append(axes)
+    return tuple(found)
+
+
+def _root(operator: Operator, device: str, root: Source | Path | None) -> Source:
+    if root is None:
+        return ops.source(operator, device)
+    return root if isinstance(root, Source) else read_source(root)
+
+
+def _policy(policy: BitPolicy | str) -> BitPolicy:
+    known = {each.value: each for each in BitPolicy}
+    if policy not in known:
+        raise ValueError(f"policy must be one of {', '.join(known)}, got {policy!r}")
+    return known[policy]
