@@ -58,7 +58,7 @@ class Worker(Confined):
 
     Args:
         source: the implementation.
-        entry_points: functions it must define.
+        entry_points: functions it must define; a mapping gives the names by which calls know them.
         scratch: folder under which the worker gets an empty working folder of its own.
         cache: folder for compiled code, kept apart by source, so that later processes of one source reuse it.
         limits: time, memory and output.
@@ -69,14 +69,15 @@ class Worker(Confined):
     def __init__(
         self,
         source: Source,
-        entry_points: Iterable[str],
+        entry_points: Iterable[str] | Mapping[str, str],
         *,
         scratch: Path,
         cache: Path,
         limits: Limits | None = None,
     ) -> None:
         self.source = source
-        self.entry_points = tuple(entry_points)
+        named = entry_points if isinstance(entry_points, Mapping) else {name: name for name in entry_points}
+        self.entry_points = dict(named)
         self._rng = np.random.default_rng(secrets.randbits(64))
         self._file = _written_source(source, cache)
         self._slots = 0
@@ -115,7 +116,7 @@ class Worker(Confined):
         axes = contract.axes if contract is not None else ()
         message = {
             "path": str(self._file),
-            "entry_points": list(self.entry_points),
+            "entry_points": self.entry_points,
             "constant_axes": dict(constant_axes or {}) if contract is not None else None,
             "axes": [{"name": a.name, "low": a.low, "high": a.high} for a in axes if not a.constant],
         }
@@ -134,15 +135,13 @@ class Worker(Confined):
 
     def execute(self, program: Program) -> dict[str, Array]:
         """Load a program, run it once, return copies of everything it wrote, and forget it."""
-        loaded = self.begin_load(program, run=True)
+        loaded = self.begin_load(program, calls=len(program.calls))
         self.finish()
         self.drop(loaded)
         return loaded.written()
 
-    def begin_load(
-        self, program: Program, inputs: Arena | None = None, *, run: bool = False
-    ) -> LoadedProgram:
-        """Send the request of `load` without waiting; with `run`, the calls are made once too."""
+    def begin_load(self, program: Program, inputs: Arena | None = None, *, calls: int = 0) -> LoadedProgram:
+        """Send the request of `load` without waiting; the first `calls` calls are made at once."""
         if inputs is None:
             inputs = Arena.holding(program.inputs, "inputs")
             inputs.seal()
@@ -150,7 +149,7 @@ class Worker(Confined):
         self._slots += 1
         loaded = LoadedProgram(self._slots, program, inputs, Arena({**state, **program.outputs}, "outputs"))
         loaded.reset(self._rng)
-        calls = [
+        sent = [
             (call.entry_point, {name: _sent(value) for name, value in call.arguments.items()})
             for call in program.calls
         ]
@@ -158,9 +157,9 @@ class Worker(Confined):
             "slot": loaded.slot,
             "inputs": {"size": inputs.size, "arrays": inputs.placements},
             "memory": {"size": loaded.memory.size, "arrays": loaded.memory.placements},
-            "calls": calls,
+            "calls": sent,
             "first": 0,
-            "count": len(calls) if run else 0,
+            "count": calls,
             "repeats": 1,
         }
         self.shared_bytes += inputs.size + loaded.memory.size

@@ -127,11 +127,11 @@ class Worker:
         """Import the source once; with constant axes also ask for its numerics and its schedule's edges."""
         if self.module is None:
             self.module = _import(message["path"])
-            for name in message["entry_points"]:
+            for called, name in message["entry_points"].items():
                 function = getattr(self.module, name, None)
                 if not callable(function):
                     raise RequestError("import", AttributeError(f"the source does not define {name}()"))
-                self.entry_points[name] = function
+                self.entry_points[called] = function
         if message["constant_axes"] is None:
             return {"numerics": None, "edges": {}}
         constant = message["constant_axes"]

@@ -1,0 +1,296 @@
+"""Timing by rounds: fresh processes of every contender, interleaved batches, one process active at a time."""
+
+import secrets
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from kernelbraid.audit.buffers import integers
+from kernelbraid.audit.pools import Protocol, Sweep, TimedProgram, digest
+from kernelbraid.audit.process import LoadedProgram, Worker, WorkerFailure
+from kernelbraid.contract import Source
+from kernelbraid.ir.evidence import Status
+from kernelbraid.ops.problem import Array
+
+EMPTY_BATCHES = 5
+"""Batches without a call, whose median is what a request costs by itself."""
+DISAGREEMENT = 0.20
+"""Share, beside a millisecond, by which a worker's clock may differ from the judge's."""
+TOO_SLOW = 4.0
+"""A batch that takes this many times the root's ends the timing."""
+MARGIN = 1.2
+"""A time below the machine's bound by more than this factor is implausible."""
+
+
+class ContenderFailure(RuntimeError):  # noqa: N818 - whose failure it is
+    """A contender's worker failed while it was timed."""
+
+    def __init__(self, name: str, failure: WorkerFailure) -> None:
+        super().__init__(f"{name}: {failure.reason}")
+        self.name = name
+        self.failure = failure
+
+
+class TooSlow(Exception):  # noqa: N818 - a result
+    """A batch took so much longer than the root's that no round is worth finishing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An implementation to be timed beside others.
+
+    `like` names the contender whose output bits it must repeat; `twin` asks for a record of its outputs,
+    which another process of its own must repeat.
+    """
+
+    name: str
+    source: Source
+    entry_points: tuple[str, ...] | Mapping[str, str]
+    programs: tuple[TimedProgram, ...]
+    """One a workload, in the same order for all contenders."""
+    like: str | None = None
+    twin: bool = False
+    watched: bool = False
+    """Ask for the compiled specialisations after each round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Batches of all contenders on equal inputs: what a twin must repeat."""
+
+    program: TimedProgram
+    seed: int
+    outputs: bytes
+    """Digest of what the contender with a twin wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One fresh process of every contender."""
+
+    ms: Mapping[str, tuple[float, ...]]
+    """Contender -> mean milliseconds of one call, one entry a workload."""
+    blocks: tuple[Block, ...]
+    specialisations: Mapping[str, tuple[str, ...]]
+    """Of the watched contenders."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A contender's process in one round."""
+
+    contender: Contender
+    worker: Worker
+    loaded: list[LoadedProgram] = field(default_factory=list)
+    empty: float = 0.0
+
+    def arrays(self, index: int) -> list[Array]:
+        names = self.contender.programs[index].program.outputs
+        return [self.loaded[index].memory.arrays[name] for name in names]
+
+
+class Rounds:
+    """Times contenders round by round.
+
+    Args:
+        contenders: the first one is the root, by whose batches the others are found too slow.
+        start: starts a worker of a contender.
+        sweep: empties the caches; called before every batch of the `cold` protocol.
+        protocol: `cold` or `warm`.
+        too_slow: a batch of this many times the root's ends the timing.
+
+    Raises (from every method): ContenderFailure; TooSlow.
+    """
+
+    def __init__(
+        self,
+        contenders: Sequence[Contender],
+        start: Callable[[Contender], Worker],
+        sweep: Sweep,
+        protocol: Protocol = "cold",
+        too_slow: float = TOO_SLOW,
+    ) -> None:
+        self._contenders = tuple(contenders)
+        self._start = start
+        self._sweep = sweep
+        self._protocol = protocol
+        self._too_slow = too_slow
+        self._rng = np.random.default_rng(secrets.randbits(64))
+        self._entries: list[_Entry] = []
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for entry in self._entries:
+            entry.worker.kill()
+        self._entries = []
+
+    def begin(self) -> None:
+        """Start the next round's processes and let them import, without waiting."""
+        if self._entries:
+            return
+        for contender in self._contenders:
+            self._entries.append(_Entry(contender, self._start(contender)))
+            with _blaming(contender):
+                self._entries[-1].worker.begin_build()
+
+    def measure(self) -> Round:
+        """Measure one round: processes begun before or now, warmed up, then timed in quiet."""
+        self.begin()
+        self._warm_up()
+        samples: dict[str, list[float]] = {entry.contender.name: [] for entry in self._entries}
+        blocks: list[Block] = []
+        for index in range(len(self._contenders[0].programs)):
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in samples}
+            for order in (self._entries, self._entries[::-1]):
+                blocks += self._block(index, order, times)
+            for entry in self._entries:
+                name, program = entry.contender.name, entry.contender.programs[index]
+                _agree_on_time(entry, times[name])
+                samples[name].append(1e3 * statistics.fmean(t for t, _ in times[name]) / program.calls)
+        found = {}
+        for entry in self._entries:
+            if entry.contender.watched:
+                with _blaming(entry.contender):
+                    found[entry.contender.name] = entry.worker.specialisations()
+        self._end()
+        self._done += 1
+        return Round({name: tuple(ms) for name, ms in samples.items()}, tuple(blocks), found)
+
+    def _warm_up(self) -> None:
+        for entry in self._entries:
+            with _blaming(entry.contender):
+                entry.worker.finish()
+        for index in range(len(self._contenders[0].programs)):
+            for entry in self._entries:
+                program = entry.contender.programs[index]
+                with _blaming(entry.contender):
+                    loaded = entry.worker.begin_load(program.program, program.inputs, calls=1)
+                entry.loaded.append(loaded)
+            for entry in self._entries:
+                with _blaming(entry.contender):
+                    entry.worker.finish()
+        for entry in self._entries:
+            with _blaming(entry.contender):
+                empty = [entry.worker.run(entry.loaded[0], count=0) for _ in range(EMPTY_BATCHES)]
+            entry.empty = statistics.median(empty)
+
+    def _block(
+        self, index: int, order: Sequence[_Entry], times: dict[str, list[tuple[float, float]]]
+    ) -> Iterator[Block]:
+        """One batch of every contender on inputs that nobody has seen."""
+        seed = secrets.randbits(63)
+        for program in {id(e.contender.programs[index]): e.contender.programs[index] for e in order}.values():
+            program.refresh(seed)
+        for entry in order:
+            times[entry.contender.name].append(self._batch(entry, index))
+        self._not_too_slow(index, order, times)
+        by_name = {entry.contender.name: entry for entry in order}
+        for entry in order:
+            contender = entry.contender
+            if contender.like is not None:
+                _equal_bits(entry, by_name[contender.like], index)
+            if contender.twin:
+                root = by_name[self._contenders[0].name]
+                if self._done == 0:
+                    _half_the_digits(entry, root, index)
+                yield Block(contender.programs[index], seed, digest(entry.arrays(index)))
+
+    def _batch(self, entry: _Entry, index: int) -> tuple[float, float]:
+        """Seconds of one batch by the judge's clock, less an empty one, and by the worker's own."""
+        entry.loaded[index].reset(self._rng)
+        if self._protocol == "cold":
+            self._sweep()
+        with _blaming(entry.contender):
+            entry.worker.begin_run(entry.loaded[index], entry.contender.programs[index].repeats)
+            seconds, theirs = entry.worker.finish_run()
+        return max(seconds - entry.empty, 1e-9), theirs
+
+    def _not_too_slow(
+        self, index: int, order: Sequence[_Entry], times: Mapping[str, list[tuple[float, float]]]
+    ) -> None:
+        root = times[self._contenders[0].name][-1][0]
+        for entry in order:
+            slower = times[entry.contender.name][-1][0] / root
+            if slower > self._too_slow:
+                workload = entry.contender.programs[index].workload.name
+                raise TooSlow(f"it takes {slower:.1f} times the root's time for {workload}")
+
+
+@contextmanager
+def _blaming(contender: Contender) -> Iterator[None]:
+    try:
+        yield
+    except WorkerFailure as failure:
+        raise ContenderFailure(contender.name, failure) from failure
+
+
+def _rejection(entry: _Entry, status: Status, reason: str) -> ContenderFailure:
+    return ContenderFailure(entry.contender.name, entry.worker.fail(status, reason))
+
+
+def _agree_on_time(entry: _Entry, times: Sequence[tuple[float, float]]) -> None:
+    """Refuse a worker whose own clock disagrees in both batches of a workload, in one direction."""
+    signs = []
+    for ours, theirs in times:
+        apart = abs(ours - theirs) > DISAGREEMENT * ours + 1e-3
+        signs.append((ours > theirs) - (ours < theirs) if apart else 0)
+    if all(signs) and len(set(signs)) == 1:
+        ours, theirs = times[0]
+        reason = f"the worker's clock says {1e3 * theirs:.1f} ms, the judge's {1e3 * ours:.1f} ms"
+        raise _rejection(entry, Status.IMPLAUSIBLE, reason)
+
+
+def _equal_bits(entry: _Entry, other: _Entry, index: int) -> None:
+    for ours, theirs in zip(entry.arrays(index), other.arrays(index), strict=True):
+        width = integers(ours.dtype)
+        if not np.array_equal(ours.view(width), theirs.view(width)):
+            workload = entry.contender.programs[index].workload.name
+            reason = f"outputs of timed calls differ from the {other.contender.name}'s in {workload}"
+            raise _rejection(entry, Status.BITS_UNEQUAL, reason)
+
+
+def _half_the_digits(entry: _Entry, root: _Entry, index: int) -> None:
+    """Other bits than the root's are allowed, other numbers are not: half the digits must agree."""
+    for ours, theirs in zip(entry.arrays(index), root.arrays(index), strict=True):
+        if ours.dtype.kind != "f" or not theirs.size:
+            continue
+        allowed = float(np.finfo(ours.dtype).eps) ** 0.5  # type: ignore[type-var]
+        distance = float(np.linalg.norm(np.subtract(ours, theirs).reshape(-1)))
+        norm = float(np.linalg.norm(theirs.reshape(-1)))
+        if not distance <= allowed * norm:
+            workload = entry.contender.programs[index].workload.name
+            reason = (
+                f"outputs of timed calls are {distance / max(norm, 1e-300):.1g} of their norm off the root's"
+            )
+            raise _rejection(entry, Status.INACCURATE, f"{reason} in {workload}")
+
+
+def repeat_by_twin(twin: Worker, blocks: Sequence[Block]) -> None:
+    """Let a second process of the contender repeat what was timed, in reverse order, and compare the bits.
+
+    Reversed, so that code which changes its ways after some number of calls meets itself honest.
+
+    Raises WorkerFailure where the outputs differ.
+    """
+    loaded = {}
+    for block in reversed(blocks):
+        program = block.program
+        if id(program) not in loaded:
+            loaded[id(program)] = twin.load(program.program, program.inputs)
+        program.refresh(block.seed)
+        target = loaded[id(program)]
+        target.reset(np.random.default_rng(secrets.randbits(64)))
+        twin.run(target, program.repeats)
+        if digest([target.memory.arrays[name] for name in program.program.outputs]) != block.outputs:
+            reason = f"outputs of timed calls differ from those of another process in {program.workload.name}"
+            raise twin.fail(Status.BITS_UNEQUAL, reason)

@@ -1,0 +1,159 @@
+"""Timed programs in shared memory: inputs that change before every batch, and caches that are swept."""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kernelbraid.audit.buffers import Arena
+from kernelbraid.audit.environment import COLD_CACHES
+from kernelbraid.contract import Workload
+from kernelbraid.ops.problem import Array, Operator, Program
+
+Protocol = Literal["cold", "warm"]
+
+BATCH_SECONDS = 0.020
+"""Least length of a timed batch of the root; the number of calls follows from it and is then fixed."""
+MOST_CALLS = 512
+"""Calls of a batch at most, whatever the root's speed."""
+ROLLED_BYTES = 32 << 20
+"""Inputs up to this size have their rows rolled before a batch; in larger ones elements change places."""
+SWAPPED = 2048
+"""Pairs of elements that change places in a large input."""
+
+
+class Sweep:
+    """Reads four times the last-level cache, so that what was used before is not in it."""
+
+    def __init__(self, cache_bytes: int) -> None:
+        self._memory = np.ones(COLD_CACHES * cache_bytes // 8, np.uint64)
+
+    def __call__(self) -> None:
+        self._memory.max()
+
+
+class TimedProgram:
+    """One workload's calls on inputs that nobody can know in advance.
+
+    All workers that are timed on it share the inputs, read-only to them. `refresh` changes them before a
+    batch: floating-point inputs have their rows rolled, or, where they are larger than `ROLLED_BYTES`, random
+    elements exchanged; integers stay. So neither a result nor anything derived from a large input can be kept
+    from an earlier call.
+
+    Args:
+        workload: what is timed.
+        program: its calls, distinct ones; a batch makes all of them.
+        repeats: times that a batch goes through the calls.
+        bound_ms: the least time of one call that the machine allows.
+    """
+
+    def __init__(self, workload: Workload, program: Program, repeats: int, bound_ms: float) -> None:
+        self.workload = workload
+        self.repeats = repeats
+        self.bound_ms = bound_ms
+        self.inputs = Arena.holding(program.inputs, "inputs")
+        self.inputs.seal()
+        self.program = Program(
+            inputs=self.inputs.arrays,
+            state=program.state,
+            outputs=program.outputs,
+            calls=program.calls,
+            constant_axes=program.constant_axes,
+        )
+        self._rolled: dict[str, Array] = {}
+        self._swapped: list[str] = []
+        for name, array in program.inputs.items():
+            if array.dtype.kind == "f" and array.shape[0] > 1:
+                if array.nbytes <= ROLLED_BYTES and np.isfinite(array).all():
+                    self._rolled[name] = array
+                else:
+                    self._swapped.append(name)
+        self._undo: list[tuple[Array, Array, Array]] = []
+        self.refresh(secrets.randbits(63))
+
+    @property
+    def calls(self) -> int:
+        """Calls of one batch."""
+        return len(self.program.calls) * self.repeats
+
+    def refresh(self, seed: int) -> None:
+        """Bring the inputs into the state that `seed` names, whatever state they are in."""
+        rng = np.random.default_rng(seed)
+        for name, master in self._rolled.items():
+            shift = int(rng.integers(1, master.shape[0]))
+            target = self.inputs.arrays[name]
+            target[:shift] = master[-shift:]
+            target[shift:] = master[:-shift]
+        for array, left, right in self._undo:
+            array[left], array[right] = array[right], array[left]
+        self._undo = []
+        for name in self._swapped:
+            flat = self.inputs.arrays[name].reshape(-1)
+            places = np.unique(rng.integers(0, flat.size, 2 * SWAPPED))
+            places = rng.permutation(places[np.isfinite(flat[places])])
+            half = len(places) // 2
+            left, right = places[:half], places[half : 2 * half]
+            flat[left], flat[right] = flat[right], flat[left]
+            self._undo.append((flat, left, right))
+
+
+def digest(arrays: Sequence[Array]) -> bytes:
+    """SHA-256 of the bits of several contiguous arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What bounds a call from below, and what makes it cold."""
+
+    cache_bytes: int
+    flops: float
+    """Operations a second."""
+    bandwidth: float
+    """Bytes a second."""
+
+    def bound_ms(self, operator: Operator, workload: Workload) -> float:
+        """The least milliseconds in which this machine can do the workload's work and move its bytes."""
+        cost = operator.cost(workload)
+        return 1e3 * max(cost.flops / self.flops, cost.bytes / self.bandwidth)
+
+
+def calls_of(seconds: float) -> int:
+    """Number of calls in a batch, from the root's time for one."""
+    return max(1, min(MOST_CALLS, -int(-BATCH_SECONDS // max(seconds, 1e-9))))
+
+
+def timed_programs(
+    operator: Operator,
+    workloads: Sequence[Workload],
+    machine: Machine,
+    seconds: Callable[[Workload], float],
+    *,
+    protocol: Protocol = "cold",
+    contiguous: bool = False,
+) -> tuple[TimedProgram, ...]:
+    """Make the timed programs of several workloads from fresh entropy.
+
+    Args:
+        operator: whose workloads they are.
+        workloads: what to time.
+        machine: cache size and rates.
+        seconds: the root's time for one call of a workload; fixes the number of calls for everybody.
+        protocol: `cold`, distinct calls over a pool of more than four caches; `warm`, one call repeated.
+        contiguous: the form that peers read.
+    """
+    rng = np.random.default_rng(secrets.randbits(128))
+    made = []
+    for workload in workloads:
+        calls = calls_of(seconds(workload))
+        variants, pool = (calls, COLD_CACHES * machine.cache_bytes) if protocol == "cold" else (1, 0)
+        program = operator.timed(workload, rng, variants, pool, contiguous=contiguous)
+        bound = machine.bound_ms(operator, workload)
+        made.append(TimedProgram(workload, program, 1 if protocol == "cold" else calls, bound))
+    return tuple(made)
