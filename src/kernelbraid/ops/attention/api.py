@@ -276,10 +276,10 @@ def _array(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimension
         if torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad and there is no backward yet: pass {name}.detach()")
         tensor = tensor.detach()
-    array: Numbers = tensor.numpy()
-    if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
-        stride = tensor.stride(-1)
+    stride = tensor.stride(-1)
+    if stride != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}'s last dimension must have stride 1, not {stride}: call .contiguous()")
+    array: Numbers = tensor.numpy()
     return array
 
 
