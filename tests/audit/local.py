@@ -28,14 +28,22 @@ class LocalRunner:
     """A `checks.Runner` of one source text; `fresh` is the text imported anew, `root` another text."""
 
     def __init__(self, text: str, folder: Path, root: str | None = None) -> None:
-        self.modules = {"main": load(text, folder), "fresh": load(text, folder)}
-        if root is not None:
-            self.modules["root"] = load(root, folder)
+        self._folder = folder
+        self._texts = {"main": text, "fresh": text, "root": root}
+        self._modules: dict[str, ModuleType] = {}
         self._poison = itertools.count(1)
         self.programs = 0
 
+    def module(self, process: Process) -> ModuleType:
+        """The implementation as imported for a process, when it is first asked for."""
+        if process not in self._modules:
+            text = self._texts[process]
+            assert text is not None, "no root"
+            self._modules[process] = load(text, self._folder)
+        return self._modules[process]
+
     def run(self, program: Program, process: Process) -> Mapping[str, Array]:
-        module = self.modules[process]
+        module = self.module(process)
         self.programs += 1
         rng = np.random.default_rng(next(self._poison))
         buffers: dict[str, Array] = {}

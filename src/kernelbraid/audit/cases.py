@@ -19,7 +19,10 @@ Process = Literal["main", "fresh", "root"]
 
 ACCURACY_KINDS: tuple[InputKind, ...] = ("normal", "heavy_tailed", "cancelling", "saturated", "captured")
 """Kinds on which a relative error means something: the results are normal numbers. Signed zeros give an empty
-norm, denormals have no relative precision, non-finite rows no distance; these have their bits compared instead."""
+norm, denormals have no relative precision, non-finite rows no distance; their bits are compared instead."""
+
+LONG = 4
+"""Requests of a large batch that are long enough to cross blocks."""
 
 SMOKE_RELATIONS = (
     "rerun",
@@ -210,9 +213,7 @@ def _batch(scope: Scope, regime: Regime) -> Iterator[Pair]:
                 together.requests, len(together.requests) if turn == 0 else len(active) // 2 + 1
             )
             if any(b in active for b in order):
-                yield Pair(
-                    drawing, Execution(together), Execution(scope.layout(regime, drawing, order, salt=turn))
-                )
+                yield Pair(drawing, Execution(together), Execution(scope.layout(regime, drawing, order)))
         twice = sorted(rng.choices(active, k=6))
         yield Pair(drawing, Execution(together), Execution(scope.layout(regime, drawing, twice)))
     kinds = scope.kinds(False, "many", regime) if scope.plan.level == Level.FULL else ("normal",)
@@ -224,9 +225,13 @@ def _batch_sizes(scope: Scope, regime: Regime, drawing: Drawing) -> Iterator[Pai
     rng = scope.rng("batch sizes", regime, drawing.seed)
     page = min(8, scope.pages[1])
     everyone = replace(scope.layout(regime, drawing), page_size=page)
+    by_length = sorted(everyone.requests, key=lambda b: -drawing.shape.lengths[b])
     for size in scope.batches[:-1]:
-        order = rng.sample(everyone.requests, size)
-        some = replace(scope.layout(regime, drawing, order, salt=size), page_size=page)
+        # A schedule that follows the batch shows in long requests: some always take part.
+        long = rng.sample(by_length[:LONG], min(size, LONG))
+        others = [b for b in everyone.requests if b not in long]
+        order = rng.sample([*long, *rng.sample(others, size - len(long))], size)
+        some = replace(scope.layout(regime, drawing, order), page_size=page)
         yield Pair(drawing, Execution(everyone), Execution(some))
 
 
@@ -239,7 +244,8 @@ def _padding(scope: Scope, regime: Regime) -> Iterator[Pair]:
 
 def _packing(scope: Scope, regime: Regime) -> Iterator[Pair]:
     """Sequences packed together against each alone, and against other packings."""
-    for drawing in scope.problems(regime, "packing", regime):
+    beyond = scope.beyond() if regime in WHOLE_REGIMES else ()
+    for drawing in scope.problems(regime, "packing", regime) + beyond:
         rng = scope.rng("packing", drawing.seed)
         together = scope.layout(regime, drawing)
         active = [b for b, rows in enumerate(drawing.shape.rows) if rows]
@@ -302,9 +308,7 @@ def _paging(scope: Scope, regime: Regime) -> Iterator[Pair]:
         if drawing.shape.kind != "normal" and scope.plan.level != Level.FULL:
             sizes = (rng.choice(sizes),)
         for page_size in sizes:
-            changed = _again(
-                layout, page_size=page_size, page_seed=rng.randint(1, 1 << 31), padding=rng.randint(0, 3)
-            )
+            changed = _again(layout, page_size=page_size, page_seed=rng.randint(1, 1 << 31))
             yield Pair(drawing, Execution(layout), Execution(changed))
 
 

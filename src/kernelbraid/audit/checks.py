@@ -152,16 +152,19 @@ def gather(program: Program, outputs: Mapping[str, Array], rows: Sequence[int]) 
 
 def _copies(spans: list[RowSpan], outputs: Mapping[str, Array], rows: int) -> Array:
     """Rows of one request's copies; every row of every copy must come out once."""
-    starts: dict[int, list[Array]] = {}
+    copies: list[tuple[int, list[Array]]] = []
     for span in spans:
         block = outputs[span.buffer]
         if span.axis:
             block = np.moveaxis(block, span.axis, 0)
-        starts.setdefault(span.first_row, []).append(block[span.start : span.stop])
-    count = len(next(iter(starts.values())))
-    joined = [np.concatenate([blocks[copy] for _, blocks in sorted(starts.items())]) for copy in range(count)]
-    assert all(len(copy) == rows for copy in joined), (spans[0], [len(copy) for copy in joined], rows)
-    return np.array(joined)
+        if span.first_row == 0:
+            copies.append((0, []))
+        # Spans come in the order of the calls: the first copy that ends where this one begins goes on.
+        at = next(i for i, (end, _) in enumerate(copies) if end == span.first_row)
+        copies[at][1].append(block[span.start : span.stop])
+        copies[at] = (span.first_row + span.stop - span.start, copies[at][1])
+    assert all(end == rows for end, _ in copies), (spans[0], [end for end, _ in copies], rows)
+    return np.array([np.concatenate(blocks) for _, blocks in copies])
 
 
 def check(
@@ -208,7 +211,7 @@ def check(
 def check_all(
     operator: Operator, plan: Plan, runner: Runner, deadline: float | None = None
 ) -> Iterator[Verdict]:
-    """Check every requirement that the plan tests, in the contract's order; they share problems and results."""
+    """Check every requirement that the plan tests, in the contract's order, sharing problems and results."""
     memory = Memory(operator, runner)
     for requirement in operator.contract.requirements:
         if not vacuous(requirement, plan):

@@ -1,8 +1,8 @@
 """Which problems an audit draws: shapes on both sides of every edge, and random ones between.
 
-An edge is a size at which an implementation may change what it does: the length of a block of positions (the value
-of a numeric knob), a page, or a size at which its schedule changes. Nothing here knows an operator: axes and limits
-come from its contract, edges from its build.
+An edge is a size at which an implementation may change what it does: the length of a block of positions (the
+value of a numeric knob), a page, or a size at which its schedule changes. Nothing here knows an operator: axes
+and limits come from its contract, edges from its build.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Plan:
     numerics: Mapping[str, int]
     """Value of every numeric knob; each may be the length of a block of positions."""
     edges: Mapping[str, tuple[int, ...]]
-    """Load axis -> sizes at which the schedule changes: `batch` counts requests in a call, `query_length` the most
-    rows of one request in a call, `page_size` slots of a page; every other axis counts positions."""
+    """Load axis -> sizes at which the schedule changes: `batch` counts requests in a call, `query_length` the
+    most rows of one request in a call, `page_size` slots of a page; every other axis counts positions."""
     dtype: str
     seed: int
     root_agrees: bool
@@ -79,7 +79,7 @@ class Scale:
 
 SCALES: Mapping[Level, Scale] = {
     Level.SMOKE: Scale(1, 1, 300, 65, 130, 8, 4, 1, 1, 1, 0),
-    Level.SCREEN: Scale(1, 2, 8200, 137, 1100, 16, 1024, 4, 2, 2, 0),
+    Level.SCREEN: Scale(1, 2, 8200, 137, 1100, 16, 1024, 4, 2, 3, 0),
     Level.FULL: Scale(2, len(INPUT_KINDS), 8200, 300, 4200, 70, 1024, 8, 3, 6, 256 << 20),
 }
 
@@ -191,7 +191,13 @@ class Scope:
         lengths = [min(rng.choice((e - 1, e)), self.positions) for e in short] + [
             min(e + 1, self.positions) for e in short
         ]
-        lengths += [0, 1, 2, logarithmic(rng, 1, 300), logarithmic(rng, 1, 300)]
+        lengths += [
+            0,
+            1,
+            2,
+            logarithmic(rng, 1, 2 * self.scale.short),
+            rng.randint(self.scale.short, 2 * self.scale.short),
+        ]
         rng.shuffle(lengths)
         return self._drawing([(n, n) for n in lengths], kind, "whole", turn)
 
@@ -201,17 +207,21 @@ class Scope:
         drawings = []
         for edge in edges if self.plan.level == Level.FULL else edges[-1:]:
             rng = self.rng("beyond", edge)
-            lengths = [min(edge + rng.randint(1, 20), self.positions), rng.randint(1, 40)]
+            lengths = [min(edge + rng.randint(1, 20), self.positions), rng.randint(1, self.scale.short)]
             drawings.append(self._drawing([(n, n) for n in lengths], "normal", "beyond", edge))
         return tuple(drawings)
 
     def many(self, kind: InputKind, regime: Regime) -> Drawing:
-        """As many short requests as a call may hold."""
+        """As many requests as a call may hold: short ones, and a few across the near edges."""
         rng = self.rng("many", kind, regime)
-        high = 6 if regime in WHOLE_REGIMES else 24
-        lengths = [logarithmic(rng, 1, high) for _ in range(self.batches[-1])]
-        most = {"decode": 1, "prefill": 2, "chunked_prefill": 3}.get(regime, high)
-        sizes = [(n, n if regime in WHOLE_REGIMES else min(n, rng.randint(1, most))) for n in lengths]
+        every_row = regime in WHOLE_REGIMES
+        lengths = [logarithmic(rng, 1, 6 if every_row else 24) for _ in range(self.batches[-1])]
+        longest = self.scale.short if every_row else self.scale.whole
+        long = [min(e + rng.randint(1, 9), self.positions) for e in self.near if e <= longest]
+        for i, n in zip(rng.sample(range(len(lengths)), min(len(long), len(lengths))), long, strict=False):
+            lengths[i] = n
+        most = {"decode": 1, "prefill": 2}.get(regime, 3)
+        sizes = [(n, n if every_row else min(n, rng.randint(1, most))) for n in lengths]
         return self._drawing(sizes, kind, "many", regime)
 
     def far(self, kind: InputKind = "normal") -> tuple[Drawing, ...]:
@@ -252,8 +262,8 @@ class Scope:
         if regime == "decode":
             partition = tuple((1,) * r for r in rows)
         elif regime == "chunked_prefill":
-            rng = self.rng("pieces", drawing.seed, salt)
-            partition = tuple(self.pieces(rng, r) for r in rows)
+            rngs = [self.rng("pieces", drawing.seed, b, salt) for b in chosen]
+            partition = tuple(self.pieces(rng, r) for rng, r in zip(rngs, rows, strict=True))
         return Layout(
             regime, chosen, partition, PAGE, 0, 0, 1 + derive(drawing.seed, regime, chosen, salt) % (1 << 31)
         )
