@@ -124,12 +124,18 @@ def held() -> tuple[Verdict, ...]:
 
 
 def failed(requirement: str) -> tuple[Verdict, ...]:
-    first = Difference("toy/decode/7", 7, "out, request 0, row 1", "1.0 (3f800000)", "nan (7fc00000)", None, 12)
+    place, left, right = "out, request 0, row 1", "1.0 (3f800000)", "nan (7fc00000)"
+    first = Difference("toy/decode/7", 7, place, left, right, ulp=None, unequal=12)
     return (Verdict(requirement, False, cases=1, comparisons=50, difference=first),)
 
 
 def audited(
-    store: Store, sha256: str, status: Status = Status.VERIFIED, level: Level = Level.SCREEN, *, ratio: float = 0.9
+    store: Store,
+    sha256: str,
+    status: Status = Status.VERIFIED,
+    level: Level = Level.SCREEN,
+    *,
+    ratio: float = 0.9,
 ) -> str:
     """Request an audit and record its answer."""
     request = store.request_audit(sha256, level)
@@ -148,5 +154,3 @@ def promoted(store: Store, sha256: str) -> None:
     screen = audited(store, sha256)
     full = audited(store, sha256, level=Level.FULL)
     store.promote(screen_audit=screen, full_audit=full, granted=True, reason="faster")
-
-

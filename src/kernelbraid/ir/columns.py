@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from sqlalchemy import Dialect, Float, String, Text
+from sqlalchemy import Dialect, String, Text
 from sqlalchemy.types import TypeDecorator
 
 from kernelbraid.contract import Workload
@@ -26,20 +26,20 @@ class Json(TypeDecorator[Any]):
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
         if value is None:
             return None
-        return json.dumps(_plain(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return json.dumps(plain(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         return None if value is None else self.decode(json.loads(value))
 
 
 class AnyFloat(TypeDecorator[float]):
-    """A float that may be NaN, which SQLite would turn into NULL."""
+    """A float that may be NaN, which SQLite's own would turn into NULL; kept as text."""
 
-    impl = Float
+    impl = String
     cache_ok = True
 
-    def process_bind_param(self, value: float | None, dialect: Dialect) -> Any:
-        return repr(float(value)) if value is not None and not math.isfinite(value) else value
+    def process_bind_param(self, value: float | None, dialect: Dialect) -> str | None:
+        return None if value is None else repr(float(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> float | None:
         return None if value is None else float(value)
@@ -58,15 +58,16 @@ class WideInt(TypeDecorator[int]):
         return None if value is None else int(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return the JSON form of a value: records as objects, tuples as lists, non-finite floats as texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

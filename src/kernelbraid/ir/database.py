@@ -58,7 +58,8 @@ class Database:
             with database.read() as session:
                 problem = session.connection().exec_driver_sql("PRAGMA quick_check(1)").scalar()
                 if problem != "ok":
-                    raise ValueError(f"{path} is damaged ({problem}): {_RESTORE}")
+                    first = str(problem).splitlines()[-1]
+                    raise ValueError(f"{path} is damaged ({first}): {_RESTORE}")
                 version = session.scalar(select(func.max(SchemaVersion.version)))
             if version != SCHEMA_VERSION:
                 raise ValueError(f"{path} has schema {version}: use the kernelbraid that wrote it")
@@ -97,8 +98,13 @@ class Database:
         engine = self._engine.execution_options(**{_BEGIN: "BEGIN IMMEDIATE" if writing else "BEGIN"})
         try:
             with Session(engine, expire_on_commit=False) as session, session.begin():
+                session.connection()  # the transaction begins here, and not with the first statement
                 self._local.session, self._local.writing = session, writing
-                yield session
+                try:
+                    yield session
+                except BaseException:
+                    session.expunge_all()  # records that were read stay readable after the rollback
+                    raise
         except DatabaseError as error:
             raise _explained(self.path, error) from error
         finally:
@@ -143,6 +149,11 @@ def _recognise(path: Path) -> None:
 
 
 def _explained(path: Path, error: DatabaseError) -> RuntimeError | ValueError:
+    first: BaseException | None = error
+    while first is not None:  # a full disk ends the transaction, and then undoing its savepoints fails too
+        if isinstance(first, DatabaseError):
+            error = first
+        first = first.__context__
     reason = str(error.orig)
     if "locked" in reason or "busy" in reason:
         return RuntimeError(f"another process kept {path} locked for {BUSY_SECONDS:.0f} seconds: try again")

@@ -1,6 +1,7 @@
 """Evidence as it travels: the plain records that an audit writes and the store reads. Standard library only.
 
-The types cannot hold a time for wrong bits: measurements need an accepted verdict on every requirement that was checked.
+The types cannot hold a time for wrong bits: measurements need an accepted verdict on every requirement that
+was checked.
 """
 
 import json
@@ -24,7 +25,7 @@ class Status(StrEnum):
     VERIFIED = "verified"
     """Every requirement of the level holds, and it was timed."""
     STOPPED = "stopped"
-    """Requirements of the screen hold; timing ended early because a promotion was out of reach. Still a branch point."""
+    """Requirements of the screen hold; timing ended early, a promotion out of reach. Still a branch point."""
     TRIPWIRE = "tripwire"
     """The source uses something implementations may not use."""
     BUILD_FAILED = "build_failed"
@@ -37,7 +38,8 @@ class Status(StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     TAMPERED = "tampered"
-    """It wrote to its inputs, answered out of turn, left processes behind, or launched in timing what it had not launched in the checks."""
+    """It wrote to its inputs, answered out of turn, left processes behind, or launched in timing what it had
+    not launched in the checks."""
     IMPLAUSIBLE = "implausible"
     """Faster than the machine allows, or its own clock disagrees with the judge's."""
     INTERRUPTED = "interrupted"
@@ -81,7 +83,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Latency of one workload in one audit: means of fresh processes, paired with the root's and the incumbent's."""
+    """Latency of one workload in one audit: means of fresh processes, paired with root's and incumbent's."""
 
     workload: str
     phase: str
@@ -160,7 +162,7 @@ class AuditEvidence:
 
     def __post_init__(self) -> None:
         if self.measurements and (self.status not in ACCEPTED or not all(v.held for v in self.verdicts)):
-            raise ValueError("evidence cannot hold a time for an implementation whose requirements do not all hold")
+            raise ValueError("evidence cannot hold a time unless every requirement that was checked holds")
         if self.status in ACCEPTED and not (self.verdicts and all(v.held for v in self.verdicts)):
             raise ValueError("accepted evidence needs a held verdict on every requirement")
 
@@ -209,7 +211,7 @@ def environment_from_json(item: Mapping[str, Any]) -> Environment:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Requirements held by one implementation on one environment, with the specialisations that were launched."""
+    """Requirements held by one implementation on one environment, with the specialisations it launched."""
 
     operator: str
     contract: str

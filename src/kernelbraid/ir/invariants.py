@@ -16,6 +16,7 @@ from kernelbraid.ir.schema import (
     AuditRequest,
     Implementation,
     Modification,
+    Opportunity,
     OpportunityClosed,
     Outcome,
     PromotionDecision,
@@ -63,7 +64,7 @@ class Grounds:
     @classmethod
     def of(cls, session: Session, study: Study) -> "Grounds":
         promoted = session.scalars(select(PromotionDecision.implementation).where(PromotionDecision.granted))
-        rows = session.execute(select(Requirement.id, Requirement.name)).tuples()
+        rows = session.execute(select(Requirement.id, Requirement.name))
         return cls(
             study=study,
             requirements=dict(rows.all()),
@@ -77,7 +78,7 @@ def _bits_by_architecture(session: Session, sha256: str) -> dict[str, str | None
         Audit.implementation == sha256, Audit.status.in_(ACCEPTED)
     )
     found: dict[str, str | None] = {}
-    for environment, bits_id in session.execute(accepted.order_by(Audit.seq)).tuples():
+    for environment, bits_id in session.execute(accepted.order_by(Audit.seq)):
         found.setdefault(environment.architecture, bits_id)
     return found
 
@@ -178,6 +179,17 @@ def is_open(session: Session, opportunity: int) -> bool:
     return bool(session.scalar(select(exists().where(OPEN_OPPORTUNITY.c.id == opportunity))))
 
 
+def check_takeable(session: Session, number: int, parents: Sequence[str]) -> None:
+    """Raise ValueError unless an opportunity is open and builds on some of `parents`."""
+    opportunity = session.get(Opportunity, number)
+    if opportunity is None:
+        raise ValueError(f"the study has no opportunity {number}")
+    if not is_open(session, number):
+        raise ValueError(f"opportunity {number} was taken or closed before: choose another")
+    if missing := set(opportunity.parents) - set(parents):
+        raise ValueError(f"opportunity {number} builds on {sorted(missing)}: name them among parents")
+
+
 def audit_of(session: Session, request: str) -> Audit:
     """Return the audit that answered a request, or raise ValueError."""
     audit = session.scalars(select(Audit).where(Audit.request == request)).one_or_none()
@@ -237,7 +249,7 @@ def _audit_violations(session: Session, study: Study) -> Iterator[str]:
 def _descent_violations(session: Session, study: Study) -> Iterator[str]:
     branch_point = (Audit.status.in_(ACCEPTED), Audit.level.in_(BRANCH_POINT_LEVELS))
     accepted = set(session.scalars(select(Audit.implementation).where(*branch_point)))
-    order = dict(session.execute(select(Implementation.sha256, Implementation.seq)).tuples().all())
+    order = dict(session.execute(select(Implementation.sha256, Implementation.seq)).all())
     children = set()
     for modification in session.scalars(select(Modification)):
         child, parents = modification.child, modification.parents
@@ -259,7 +271,7 @@ def _opportunity_violations(session: Session) -> Iterator[str]:
     closed = select(OpportunityClosed).where(OpportunityClosed.outcome == Outcome.TAKEN)
     taken = {(row.opportunity, row.implementation) for row in session.scalars(closed)}
     used = select(Modification.opportunity, Modification.child).where(Modification.opportunity.is_not(None))
-    for opportunity, child in taken ^ set(session.execute(used).tuples()):
+    for opportunity, child in taken ^ set(session.execute(used)):
         yield f"opportunity {opportunity} is not both taken by {child} and named in its modification"
 
 

@@ -210,7 +210,7 @@ def _walk(store: Store, sha256: str, near: Any, far: Any, edge: Any) -> list[Ste
             Modification, Modification.child == Implementation.sha256
         )
         members = joined.where(Implementation.sha256.in_(select(reached.c.sha256)))
-        rows = session.execute(members.order_by(Implementation.seq)).tuples()
+        rows = session.execute(members.order_by(Implementation.seq))
         return [Step(implementation, modification) for implementation, modification in rows]
 
 
@@ -281,7 +281,7 @@ def broke(store: Store, requirement: str) -> list[Break]:
     )
     with store.read() as session:
         require_known(session, Requirement.id, [requirement], "requirement", "requirement")
-        return [Break(*row) for row in session.execute(failed).tuples()]
+        return [Break(*row) for row in session.execute(failed)]
 
 
 def survives(store: Store, requirement: str) -> list[Modification]:
@@ -319,7 +319,7 @@ def attempts(store: Store, parent: str | None = None) -> list[Attempt]:
     with store.read() as session:
         telling = _telling_audits(session)
         failed = _failed_requirements(session)
-        rows = session.execute(wanted.order_by(Modification.id)).tuples().all()
+        rows = session.execute(wanted.order_by(Modification.id)).all()
     return [_attempt(change, opportunity, telling.get(change.child), failed) for change, opportunity in rows]
 
 
@@ -327,7 +327,7 @@ def _telling_audits(session: Session) -> dict[str, tuple[int, Status, str]]:
     """Implementation -> (audit, status, reason) of the first audit that rejected it or else of its latest."""
     rows = session.execute(
         select(Audit.implementation, Audit.seq, Audit.status, Audit.reason).order_by(Audit.seq)
-    ).tuples()
+    )
     telling: dict[str, tuple[int, Status, str]] = {}
     for sha256, seq, status, reason in rows:
         if sha256 not in telling or telling[sha256][1] in ACCEPTED:
@@ -338,7 +338,7 @@ def _telling_audits(session: Session) -> dict[str, tuple[int, Status, str]]:
 def _failed_requirements(session: Session) -> dict[int, tuple[str, ...]]:
     wanted = select(_verdicts.audit, _verdicts.requirement).where(~_verdicts.held)
     failed: dict[int, tuple[str, ...]] = {}
-    for audit, requirement in session.execute(wanted.order_by(_verdicts.audit, _verdicts.position)).tuples():
+    for audit, requirement in session.execute(wanted.order_by(_verdicts.audit, _verdicts.position)):
         failed[audit] = (*failed.get(audit, ()), requirement)
     return failed
 

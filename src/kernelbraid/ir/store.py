@@ -39,6 +39,7 @@ from kernelbraid.ir.invariants import (
     check_evidence,
     check_grant,
     check_study,
+    check_takeable,
     incumbent_hash,
     is_open,
     require_known,
@@ -125,7 +126,7 @@ class Store:
         with new_folder(folder) as temporary:
             for name in FOLDERS:
                 (temporary / name).mkdir()
-            write_whole(_source_path(temporary, root.sha256), root.text.encode())
+            write_whole(source_path(temporary, root.sha256), root.text.encode())
             database = Database.create(temporary / DATABASE)
             try:
                 with database.transaction() as session:
@@ -151,11 +152,14 @@ class Store:
             raise ValueError(f"there is no study at {folder}: name the folder of one")
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise RuntimeError(f"{folder} cannot be written: a study needs a folder that its user may write")
-        for name in FOLDERS:
-            (folder / name).mkdir(exist_ok=True)
         database = Database.open(folder / DATABASE)
         try:
+            for name in FOLDERS:
+                (folder / name).mkdir(exist_ok=True)
             return cls(folder, database)
+        except OSError as error:
+            database.close()
+            raise RuntimeError(f"cannot write {folder}: {error.strerror or error}") from error
         except BaseException:
             database.close()
             raise
@@ -215,7 +219,7 @@ class Store:
             RuntimeError: the file is missing, or its bytes no longer match its hash.
         """
         implementation = self.implementation(sha256)
-        path = _source_path(self.folder, implementation.sha256)
+        path = source_path(self.folder, implementation.sha256)
         return Source(read_checked(path, implementation.sha256).decode(), implementation.label)
 
     def log(self, request: str) -> str:
@@ -224,7 +228,7 @@ class Store:
             log = audit_of(session, request).log
         if log is None:
             return ""
-        return read_checked(_log_path(self.folder, request), log).decode("utf-8", "surrogatepass")
+        return read_checked(log_path(self.folder, request), log).decode("utf-8", "surrogatepass")
 
     def duplicate_of(self, source: Source) -> Implementation | None:
         """Return the implementation with the same bytes or, failing that, the same syntax tree."""
@@ -278,27 +282,39 @@ class Store:
                 raise DuplicateSourceError(existing, same_bytes=existing.sha256 == source.sha256)
             for parent in parents:
                 require_verified(session, parent)
+            if opportunity is not None:
+                check_takeable(session, opportunity, parents)
             at_risk = tuple(requirements_at_risk)
             require_known(session, Requirement.id, at_risk, "requirements_at_risk", "requirement")
-            write_whole(_source_path(self.folder, source.sha256), source.text.encode())
+            write_whole(source_path(self.folder, source.sha256), source.text.encode())
             implementation = _implementation(source)
             session.add(implementation)
             session.flush()
-            modification = Modification(
-                child=source.sha256,
-                hypothesis=hypothesis,
-                functions=tuple(functions),
-                regimes=tuple(regimes),
-                expected_effect=expected_effect,
-                requirements_at_risk=at_risk,
-                falsified_by=falsified_by,
-                proposer=proposer,
-                opportunity=opportunity,
-                parent_links=[ModificationParent(position=i, parent=sha) for i, sha in enumerate(parents)],
+            session.add(
+                Modification(
+                    child=source.sha256,
+                    hypothesis=hypothesis,
+                    functions=tuple(functions),
+                    regimes=tuple(regimes),
+                    expected_effect=expected_effect,
+                    requirements_at_risk=at_risk,
+                    falsified_by=falsified_by,
+                    proposer=proposer,
+                    opportunity=opportunity,
+                    parent_links=[
+                        ModificationParent(position=i, parent=sha) for i, sha in enumerate(parents)
+                    ],
+                )
             )
             if opportunity is not None:
-                _take(session, opportunity, modification)
-            session.add(modification)
+                session.add(
+                    OpportunityClosed(
+                        opportunity=opportunity,
+                        outcome=Outcome.TAKEN,
+                        implementation=source.sha256,
+                        reason=hypothesis,
+                    )
+                )
         return implementation
 
     # Audits
@@ -360,7 +376,7 @@ class Store:
         if not output:
             return None
         data = output.encode("utf-8", "surrogatepass")
-        write_whole(_log_path(self.folder, request), data)
+        write_whole(log_path(self.folder, request), data)
         return hashlib.sha256(data).hexdigest()
 
     # Opportunities and lineage
@@ -517,42 +533,24 @@ class Store:
             for problem in violations(session):
                 raise RuntimeError(f"the study in {self.folder} breaks an invariant: {problem}")
             hashes = session.scalars(select(Implementation.sha256)).all()
-            logs = session.execute(select(Audit.request, Audit.log)).tuples().all()
+            logs = session.execute(select(Audit.request, Audit.log)).all()
         for sha256 in hashes:
-            read_checked(_source_path(self.folder, sha256), sha256)
+            read_checked(source_path(self.folder, sha256), sha256)
         for request, log in logs:
             if log is not None:
-                read_checked(_log_path(self.folder, request), log)
+                read_checked(log_path(self.folder, request), log)
 
 
-def _source_path(folder: Path, sha256: str) -> Path:
+def source_path(folder: Path, sha256: str) -> Path:
     return folder / "sources" / f"{sha256}.py"
 
 
-def _log_path(folder: Path, request: str) -> Path:
+def log_path(folder: Path, request: str) -> Path:
     return folder / "logs" / f"{request}.txt"
 
 
 def _implementation(source: Source) -> Implementation:
     return Implementation(sha256=source.sha256, tree=tree_hash(source.text), label=source.label)
-
-
-def _take(session: Session, number: int, modification: Modification) -> None:
-    opportunity = session.get(Opportunity, number)
-    if opportunity is None:
-        raise ValueError(f"the study has no opportunity {number}")
-    if not is_open(session, number):
-        raise ValueError(f"opportunity {number} was taken or closed before: choose another")
-    if missing := set(opportunity.parents) - set(modification.parents):
-        raise ValueError(f"opportunity {number} builds on {sorted(missing)}: name them among parents")
-    session.add(
-        OpportunityClosed(
-            opportunity=number,
-            outcome=Outcome.TAKEN,
-            implementation=modification.child,
-            reason=modification.hypothesis,
-        )
-    )
 
 
 def _audit(evidence: AuditEvidence, log: str | None) -> Audit:
