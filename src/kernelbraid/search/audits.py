@@ -136,11 +136,19 @@ def expected_seconds(study: Study, level: Level) -> float | None:
 def _collect(study: Study, job: Path) -> tuple[AuditEvidence, ...]:
     results = study.folder / "results" / f"{job.stem}.jsonl"
     recorded: tuple[AuditEvidence, ...] = ()
-    if results.exists():
+    if _begun(results):
         recorded = _record(study, jobs.read_results(results).evidence).recorded
     job.unlink(missing_ok=True)
     results.unlink(missing_ok=True)
     return recorded
+
+
+def _begun(results: Path) -> bool:
+    """Whether a results file holds at least its header: a search may have died before."""
+    if not results.exists():
+        return False
+    with results.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 def _record(study: Study, evidence: Sequence[AuditEvidence]) -> Imported:

@@ -3,11 +3,12 @@
 Everything is decided from recorded evidence: a search that was interrupted decides the same when it goes on.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from sqlalchemy import select
 
+from kernelbraid.contract import BitPolicy
 from kernelbraid.ir.evidence import ACCEPTED
 from kernelbraid.ir.schema import Lineage, PromotionDecision
 from kernelbraid.search.promote import Decision, Outcome, decide
@@ -28,40 +29,58 @@ class Settled:
     """None where an audit rejected it: it is no branch point, and its evidence speaks for itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The promotion rule of a study, with the incumbent of one moment."""
+
+    incumbent: str
+    root_bits: str | None
+    incumbent_bits: str | None
+    policy: BitPolicy
+
+    @classmethod
+    def of(cls, study: Study) -> Self:
+        with study.store.read():
+            standings, incumbent = study.standings(), study.incumbent
+        bits = {sha: standing.evidence.bits_id for sha, standing in standings.items()}
+        return cls(incumbent, bits.get(study.root), bits.get(incumbent), study.policy)
+
+    def judge(self, standing: Standing) -> Decision:
+        """Apply the rule to what is known of one implementation."""
+        assert standing.screen is not None
+        return decide(
+            standing.screen,
+            standing.full,
+            incumbent=self.incumbent,
+            root_bits=self.root_bits,
+            incumbent_bits=self.incumbent_bits,
+            policy=self.policy,
+        )
+
+
 def settle(study: Study) -> list[Settled]:
     """Decide and record promotion, and continue or archive, for every audit that can be decided.
 
     Grants come first: what else was measured against the same incumbent is then refused for that reason, and
     stays a branch point.
     """
-    undecided = list(_undecided(study))
-    undecided.sort(key=lambda each: each[1].outcome is not Outcome.GRANTED)
-    settled = []
-    for standing, _ in undecided:
-        decision = judge(study, standing)
-        if decision.outcome is not Outcome.CONFIRM:
+    settled: list[Settled] = []
+    for standing in _undecided(study):
+        if standing.full is not None and (decision := Rule.of(study).judge(standing)).granted:
+            settled.append(_record(study, standing, decision))
+    rule = Rule.of(study)
+    for standing in _undecided(study):
+        decision = rule.judge(standing)
+        if decision.outcome is Outcome.REFUSED:
             settled.append(_record(study, standing, decision))
     return settled
 
 
 def awaiting(study: Study) -> list[Standing]:
     """Return the candidates whose promotion waits for a full audit alone, the fastest first."""
-    waiting = [standing for standing, decision in _undecided(study) if decision.outcome is Outcome.CONFIRM]
+    rule = Rule.of(study)
+    waiting = [each for each in _undecided(study) if rule.judge(each).outcome is Outcome.CONFIRM]
     return sorted(waiting, key=lambda each: each.log_objective or 0.0)
-
-
-def judge(study: Study, standing: Standing) -> Decision:
-    """Apply the promotion rule to what is known of one implementation."""
-    assert standing.screen is not None
-    standings, incumbent = study.standings(), study.incumbent
-    return decide(
-        standing.screen,
-        standing.full,
-        incumbent=incumbent,
-        root_bits=standings[study.root].evidence.bits_id,
-        incumbent_bits=standings[incumbent].evidence.bits_id,
-        policy=study.policy,
-    )
 
 
 def follow_up(study: Study, standing: Standing) -> tuple[Lineage, str]:
@@ -84,22 +103,20 @@ def follow_up(study: Study, standing: Standing) -> tuple[Lineage, str]:
     return Lineage.CONTINUE, f"its aggregate latency is {-100 * change:.1f}% below its parent's"
 
 
-def _undecided(study: Study) -> Iterator[tuple[Standing, Decision]]:
+def _undecided(study: Study) -> list[Standing]:
     """Audited candidates without a decision on their latest evidence."""
     with study.store.read() as session:
-        rows = (
-            session.execute(select(PromotionDecision.screen_audit, PromotionDecision.full_audit))
-            .tuples()
-            .all()
-        )
-    decided = set(rows)
+        rows = session.execute(select(PromotionDecision.screen_audit, PromotionDecision.full_audit)).all()
+    decided = {(screen, full) for screen, full in rows}
     refused_on_screen = {screen for screen, full in rows if full is None}
+    found = []
     for sha256, standing in study.standings().items():
         if sha256 == study.root or standing.screen is None:
             continue
         screen, full = standing.screen.job, standing.full.job if standing.full is not None else None
         if (screen, full) not in decided and screen not in refused_on_screen:
-            yield standing, judge(study, standing)
+            found.append(standing)
+    return found
 
 
 def _record(study: Study, standing: Standing, decision: Decision) -> Settled:

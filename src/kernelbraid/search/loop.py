@@ -15,9 +15,7 @@ from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage
-from kernelbraid.search.lineage import Settled
 from kernelbraid.search.measured import aggregate, processes, provable
-from kernelbraid.search.promote import Outcome
 from kernelbraid.search.proposers import Proposer
 from kernelbraid.search.standings import Standing
 from kernelbraid.search.study import Study
@@ -228,12 +226,16 @@ class _Search:
     # Lineage
 
     def _settle(self) -> None:
+        overtaken = 0
         for each in lineage.settle(self._study):
-            self._announce(each)
-
-    def _announce(self, settled: Settled) -> None:
-        stage = "promoted" if settled.decision.outcome is Outcome.GRANTED else "refused"
-        self.tell(stage, settled.sha256, settled.decision.reason)
+            if each.decision.granted:
+                self.tell("promoted", each.sha256, each.decision.reason)
+            elif "screen/incumbent" in each.decision.blocking:
+                overtaken += 1
+            else:
+                self.tell("refused", each.sha256, each.decision.reason)
+        if overtaken:
+            self.tell("refused", "", f"{overtaken} candidates were measured against the former incumbent")
 
     # When to confirm, and when to end
 

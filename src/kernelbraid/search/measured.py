@@ -1,6 +1,7 @@
 """Ratios of latencies read from evidence: paired over fresh processes, to the incumbent or to the root."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from kernelbraid.ir.evidence import AuditEvidence, Measurement
 
 PROTOCOL = "cold"
 """Search and promotion read cold measurements alone."""
+UNKNOWN_ERROR = 0.02
+"""Taken for the standard error (natural log) where one process alone was timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,27 @@ def provable(evidence: AuditEvidence) -> float | None:
     return timing.smallest_gain(totals(measurements, "candidate"), totals(measurements, "incumbent"))
 
 
+def log_objective(evidence: AuditEvidence) -> tuple[float, float]:
+    """Return the log of the candidate's aggregate over the root's, and its standard error over processes.
+
+    The root over itself is 0, whatever the noise of two measurements of it.
+    """
+    if evidence.implementation == evidence.root:
+        return 0.0, 0.0
+    measurements = cold(evidence)
+    pairs = zip(totals(measurements, "candidate"), totals(measurements, "root"), strict=True)
+    logs = [math.log(ours / roots) for ours, roots in pairs]
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else UNKNOWN_ERROR
+    return math.fsum(logs) / len(logs), error
+
+
 def log_ratios(evidence: AuditEvidence) -> dict[str, float]:
-    """Return, by workload, the log of the candidate's geometric mean latency over the root's."""
-    return {each.workload: _mean_log(each.candidate_ms) - _mean_log(each.root_ms) for each in cold(evidence)}
+    """Return, by workload, the log of the candidate's mean latency over the root's; 0 for the root."""
+    own = evidence.implementation == evidence.root
+    return {
+        each.workload: 0.0 if own else _mean_log(each.candidate_ms) - _mean_log(each.root_ms)
+        for each in cold(evidence)
+    }
 
 
 def shares(evidence: AuditEvidence) -> dict[str, float]:

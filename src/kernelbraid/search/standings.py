@@ -1,11 +1,10 @@
 """Where each implementation of a study stands, read from its recorded audits."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
-from kernelbraid.search.measured import aggregate, cold, log_ratios, processes, shares, workload_ratio
+from kernelbraid.search.measured import cold, log_objective, log_ratios, processes, shares, workload_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +20,14 @@ class Standing:
     full: AuditEvidence | None
     log_objective: float | None
     """Log of its aggregate latency over the root's; None where it was not timed."""
+    error: float
+    """Standard error of `log_objective` over processes."""
     log_ratios: Mapping[str, float]
     """Workload -> log of its latency over the root's."""
     shares: Mapping[str, float]
     """Workload -> its share of the aggregate latency."""
     within_limits: bool
-    """No workload's mean ratio to the root exceeds its limit."""
+    """No workload's mean ratio to the root exceeds its limit; the root is within by definition."""
 
     @property
     def status(self) -> Status:
@@ -47,16 +48,19 @@ def standing(audits: Sequence[AuditEvidence], workloads: int) -> Standing:
     rejections = [each for each in audits if each.status not in ACCEPTED]
     evidence = rejections[-1] if rejections else audits[-1]
     timed = not rejections and len(cold(evidence)) == workloads and processes(evidence) > 0
+    objective, error = log_objective(evidence) if timed else (None, 0.0)
     return Standing(
         sha256=evidence.implementation,
         accepted=not rejections,
         evidence=evidence,
         screen=_latest(audits, Level.SCREEN),
         full=_latest(audits, Level.FULL),
-        log_objective=math.log(aggregate(evidence, "root").ratio) if timed else None,
+        log_objective=objective,
+        error=error,
         log_ratios=log_ratios(evidence) if timed else {},
         shares=shares(evidence) if timed else {},
-        within_limits=all(workload_ratio(each).ratio <= each.limit for each in cold(evidence)),
+        within_limits=evidence.implementation == evidence.root
+        or all(workload_ratio(each).ratio <= each.limit for each in cold(evidence)),
     )
 
 

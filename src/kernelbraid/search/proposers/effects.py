@@ -36,6 +36,8 @@ class Point:
     """Workload -> its share of this implementation's aggregate latency."""
     log_objective: float
     """Log of its aggregate latency over the root's."""
+    error: float
+    """Standard error of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class Estimate:
     """SHA-256 of the implementations whose measurements it rests on."""
     workloads: tuple[str, ...] = ()
     """Workloads that the knob was seen to move, most first."""
-    seen: bool = False
-    """This very edit was measured, on some parent."""
+    error: float | None = None
+    """Standard error of the gain where this very edit was measured, on some parent; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def _seen(parent: Point, knob: DeclaredKnob, group: _Group, value: KnobValue) ->
     expected = gain(parent, changes) * SURROUNDINGS**away
     evidence = (group.points[knob.value].sha256, group.points[value].sha256)
     grounds = f"the same edit changed the aggregate by {_percent(expected)} on {evidence[0][:12]}"
-    return Estimate(expected, grounds, evidence, _moved(changes), True)
+    error = math.hypot(group.points[knob.value].error, group.points[value].error)
+    return Estimate(expected, grounds, evidence, _moved(changes), error)
 
 
 def _extrapolated(parent: Point, knob: DeclaredKnob, group: _Group, value: KnobValue) -> Estimate:

@@ -21,11 +21,13 @@ from kernelbraid.search.proposers.effects import Effects, Estimate, Point
 from kernelbraid.search.study import Study
 
 STEP = 0.003
-"""A branch point takes over when its aggregate is lower by this much (natural log)."""
+"""A branch point takes over when its aggregate is lower by this much (natural log) and by its error."""
 WORTH_JOINING = 0.003
-"""An edit seen to gain this much (natural log) is joined with others, proven alone or not."""
+"""An edit seen to gain this much (natural log) and its error is joined with others, proven alone or not."""
 WORTH_NEW_BITS = 0.01
 """So much for an edit that changes bits."""
+SUSPICION = 0.1
+"""An edit that was rejected among other functions is expected to gain this much less (natural log)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class _Evidence:
         self._tried = {read(sha).key for sha in (each.sha256 for each in query.implementations(study.store))}
         self._inaccurate: set[frozenset[tuple[str, KnobValue]]] = set()
         self._broken: dict[tuple[object, ...], str] = {}
+        self._suspect: set[tuple[str, KnobValue]] = set()
         for sha, standing in self._standings.items():
             if not standing.accepted:
                 self._learn(sha, standing.status)
@@ -88,6 +91,7 @@ class _Evidence:
                     log_ratios=standing.log_ratios,
                     shares=standing.shares,
                     log_objective=standing.log_objective,
+                    error=standing.error,
                 )
 
     def _learn(self, sha: str, status: Status) -> None:
@@ -100,14 +104,13 @@ class _Evidence:
             if parent.skeleton == child.skeleton and len(edit) == 1:
                 ((name, value),) = edit.items()
                 self._broken[(*child.functions(name), name, value)] = f"{status} at {sha[:12]}"
+                self._suspect.add((name, value))
 
     def branch_point(self) -> Point | None:
         """The fastest implementation within its limits; a later one takes over if it is faster by STEP."""
         best: Point | None = None
         for sha, point in self.points.items():
-            if self._standings[sha].within_limits and (
-                best is None or point.log_objective < best.log_objective - STEP
-            ):
+            if self._standings[sha].within_limits and (best is None or _ahead(point, best)):
                 best = point
         return best
 
@@ -139,7 +142,8 @@ class _Evidence:
             worth = WORTH_NEW_BITS if knob.kind is KnobKind.NUMERIC else WORTH_JOINING
             for value in knob.alternatives:
                 each = self.effects.estimate(point, knob, value)
-                lawful = each.seen and each.gain >= worth and not self.obstacle(point, {knob.name: value})
+                seen = each.error is not None and each.gain >= max(worth, each.error)
+                lawful = seen and not self.obstacle(point, {knob.name: value})
                 if lawful and (knob.name not in best or each.gain > best[knob.name][1].gain):
                     best[knob.name] = value, each
         if len(best) < 2:
@@ -153,10 +157,11 @@ class _Evidence:
         )
         return {name: value for name, (value, _) in best.items()}, joint
 
-    def estimate(self, parent: Point, edit: Edits) -> Estimate:
+    def expected_gain(self, parent: Point, edit: Edits) -> float:
         knobs = {knob.name: knob for knob in parent.knobs}
         each = [self.effects.estimate(parent, knobs[name], value) for name, value in edit.items()]
-        return each[0] if len(each) == 1 else Estimate(math.fsum(one.gain for one in each), "joint")
+        suspicion = SUSPICION * sum(item in self._suspect for item in edit.items())
+        return math.fsum(one.gain for one in each) - suspicion
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +250,7 @@ class KnobProposer:
     def _ranked(self, study: Study, evidence: _Evidence) -> Iterator[_Ranked]:
         for opportunity, point, edit in self._open(study, evidence):
             if not evidence.tried(point, edit) and evidence.obstacle(point, edit) is None:
-                yield _Ranked(opportunity, point, edit, evidence.estimate(point, edit).gain)
+                yield _Ranked(opportunity, point, edit, evidence.expected_gain(point, edit))
 
     def _tie(self, ranked: _Ranked) -> bytes:
         text = f"{self._seed} {ranked.parent.sha256} {sorted(ranked.edit.items())}"
@@ -270,6 +275,11 @@ class KnobProposer:
             proposer=self.name,
             opportunity=ranked.opportunity.id,
         )
+
+
+def _ahead(point: Point, other: Point) -> bool:
+    ahead = other.log_objective - point.log_objective
+    return ahead > max(STEP, math.hypot(point.error, other.error))
 
 
 def _write(study: Study, point: Point, edit: Edits, estimate: Estimate) -> None:
