@@ -1,7 +1,7 @@
 """Which problems an audit draws: shapes on both sides of every edge, and random ones between.
 
-An edge is a size at which an implementation may change what it does: the length of a block of positions (the
-value of a numeric knob), a page, or a size at which its schedule changes. Nothing here knows an operator: axes
+An edge is a size at which an implementation may change what it does: the length of a block of positions (a
+numeric knob), a page, or a size at which its schedule changes. Nothing here knows an operator: axes
 and limits come from its contract, edges from its build.
 """
 
