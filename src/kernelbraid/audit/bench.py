@@ -1,0 +1,162 @@
+"""Benchmarks: the shipped implementation beside its peers, one row a workload and protocol.
+
+A row is verified if every requirement of the screen holds for its constant axes in this very run, and the
+outputs of the timed calls equal those of another process bit for bit.
+"""
+
+import json
+import secrets
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kernelbraid import ops
+from kernelbraid.audit.beside import Row, SideBySide
+from kernelbraid.audit.checks import check_all
+from kernelbraid.audit.drawings import Plan
+from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.pools import Protocol
+from kernelbraid.audit.process import Worker
+from kernelbraid.audit.stages import Hands
+from kernelbraid.contract import Workload
+from kernelbraid.ir.evidence import Level
+from kernelbraid.ops.problem import Operator
+
+OURS = "kernelbraid"
+PROTOCOLS: tuple[Protocol, ...] = ("warm", "cold")
+LONGEST_SECONDS = 2.0
+"""Workloads whose call cannot take less than this on the machine at hand are left out, and listed."""
+
+
+def bench(
+    operator: Operator,
+    grid: str = "all",
+    *,
+    device: str = "cpu",
+    protocols: Sequence[Protocol] = PROTOCOLS,
+    longest: float = LONGEST_SECONDS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure the shipped implementation beside its peers.
+
+    Args:
+        operator: what to measure.
+        grid: name of one of the operator's grids, or `all`.
+        device: `cpu` or `cuda`.
+        protocols: `warm` (one call's buffers, again and again), `cold` (caches swept, distinct calls).
+        longest: leave out workloads of which one call must take longer than so many seconds on this machine.
+        progress: told of each step in a few words.
+
+    Returns:
+        A JSON-able document: `environment`, `commit`, `rows`, and `skipped` with the reason.
+
+    Raises:
+        ValueError: no such grid or device.
+        RuntimeError: a contender's process failed, or a timed call gave other bits than another process.
+    """
+    grids = _grids(operator, grid)
+    source = ops.source(operator, device)
+    environment = fingerprint(device)
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="kernelbraid-bench-") as scratch:
+        run = SideBySide(operator, {OURS: source}, environment, Path(scratch), confirm=OURS)
+        for name, workloads in grids.items():
+            short = []
+            for workload in workloads:
+                least = run.machine.bound_ms(operator, workload) / 1e3
+                if least <= longest:
+                    short.append(workload)
+                    continue
+                reason = f"one call takes at least {least:.1f} s on this machine"
+                skipped.append({"grid": name, "workload": workload.flat(), "reason": reason})
+            progress(f"grid {name}: checking")
+            verified = _screened(run, short)
+            for protocol in protocols:
+                for row in run.rows(short, protocol, progress):
+                    rows.append(_document(name, row, source.sha256, verified))
+    return {
+        "operator": operator.name,
+        "contract": operator.contract.hash,
+        "environment": {**asdict(environment), "versions": dict(environment.versions)},
+        **commit(),
+        "rows": rows,
+        "skipped": skipped,
+    }
+
+
+def _document(grid: str, row: Row, implementation: str, verified: bool) -> dict[str, Any]:
+    peers = {name: ms for name, ms in row.ms.items() if name != OURS}
+    return {
+        "grid": grid,
+        "workload": row.workload.flat(),
+        "protocol": row.protocol,
+        "implementation": implementation,
+        "ours_ms": row.ms[OURS],
+        "peers": peers,
+        "bound_ms": row.bound_ms,
+        "verified": verified,
+        "processes_ms": {name: list(ms) for name, ms in row.processes_ms.items()},
+    }
+
+
+def write(document: dict[str, Any], folder: Path) -> Path:
+    """Write a benchmark where committed evidence lives, `<folder>/<architecture>/<operator>.bench.json`."""
+    architecture = str(document["environment"]["architecture"])
+    path = folder / architecture / f"{document['operator']}.bench.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def commit() -> dict[str, Any]:
+    """The revision of the checkout that this package runs from, and whether it was changed."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = [
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", str(here.parent)))
+        ]
+    except (OSError, subprocess.TimeoutExpired):
+        return {"commit": None, "dirty": None}
+    if any(each.returncode for each in found):
+        return {"commit": None, "dirty": None}
+    return {"commit": found[0].stdout.strip(), "dirty": bool(found[1].stdout.strip())}
+
+
+def _grids(operator: Operator, name: str) -> dict[str, tuple[Workload, ...]]:
+    if name == "all":
+        return dict(operator.grids)
+    if name not in operator.grids:
+        raise ValueError(f"{operator.name} has no grid {name!r}; it has {', '.join(operator.grids)}, all")
+    return {name: operator.grids[name]}
+
+
+def _screened(run: SideBySide, workloads: Sequence[Workload]) -> bool:
+    """Whether every requirement of the screen holds for the constant axes of these workloads."""
+    operator, source = run.operator, run.sources[OURS]
+    contract = operator.contract
+    names = [axis.name for axis in contract.axes if axis.constant]
+    held = True
+    for axes in {tuple((name, each.shape[name]) for name in names) for each in workloads}:
+        constant = {name: value for name, value in axes if isinstance(value, int)}
+        with run.worker(source) as main, run.worker(source) as fresh:
+            report = main.build(contract, constant)
+            fresh.build()
+            hands = Hands({"main": partial(_same, main), "fresh": partial(_same, fresh)})
+            seed = secrets.randbits(31)
+            plan = Plan(
+                Level.SCREEN, (constant,), report.numerics, report.edges, contract.dtypes[0], seed, False
+            )
+            held = held and all(verdict.held for verdict in check_all(operator, plan, hands))
+    return held
+
+
+def _same(worker: Worker) -> Worker:
+    return worker

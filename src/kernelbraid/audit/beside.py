@@ -1,0 +1,149 @@
+"""Implementations and peers side by side: fresh processes, interleaved batches, the clock of audits."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernelbraid import ops
+from kernelbraid.audit.environment import COLD_CACHES
+from kernelbraid.audit.measure import Contender, Rounds, repeat_by_twin
+from kernelbraid.audit.pools import Machine, Protocol, Sweep, timed_programs
+from kernelbraid.audit.process import Limits, Worker
+from kernelbraid.contract import Source, Workload
+from kernelbraid.ir.evidence import Environment
+from kernelbraid.ops.problem import Operator, Peer
+
+PROCESSES = 3
+"""Fresh processes of every contender; a time is the median over their means."""
+GROUP_BYTES = 1 << 30
+"""Inputs of the workloads that are measured by the same processes."""
+LIMITS = Limits(run_seconds=300.0, memory_bytes=8 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One workload under one protocol."""
+
+    workload: Workload
+    protocol: Protocol
+    ms: Mapping[str, float]
+    """Contender -> milliseconds of one call."""
+    processes_ms: Mapping[str, tuple[float, ...]]
+    """Contender -> mean of each process."""
+    bound_ms: float
+    """Least time that this machine's measured rates allow."""
+
+
+class SideBySide:
+    """Measures named sources of one operator beside its peers.
+
+    Args:
+        operator: whose implementations they are.
+        sources: name -> source; the first one sets the number of calls of a batch.
+        environment: of this machine, with measured rates.
+        scratch: folder for workers and compiled code.
+        confirm: name of the source whose timed calls another process must repeat bit for bit.
+    """
+
+    def __init__(
+        self,
+        operator: Operator,
+        sources: Mapping[str, Source],
+        environment: Environment,
+        scratch: Path,
+        confirm: str | None = None,
+    ) -> None:
+        self.operator = operator
+        self.sources = dict(sources)
+        self.machine = Machine(environment.cache_bytes, environment.flops, environment.bandwidth)
+        self.confirm = confirm
+        self._peer_file = ops.source(operator, environment.architecture, operator.peer_file)
+        self._sweep = Sweep(environment.cache_bytes)
+        self._scratch = scratch
+
+    def worker(self, source: Source, entry_points: Sequence[str] | Mapping[str, str] = ()) -> Worker:
+        """Start a process of a source."""
+        return Worker(
+            source,
+            entry_points or self.operator.entry_points,
+            scratch=self._scratch / "run",
+            cache=self._scratch / "compiled",
+            limits=LIMITS,
+        )
+
+    def rows(
+        self, workloads: Sequence[Workload], protocol: Protocol, tell: Callable[[str], None] = lambda _: None
+    ) -> Iterator[Row]:
+        """Measure workloads, several by the same processes where their inputs fit into memory together.
+
+        Raises:
+            ContenderFailure: a contender's process failed.
+            WorkerFailure: another process gave other bits.
+        """
+        for group in self._groups(workloads):
+            tell(f"{protocol}: {', '.join(each.name for each in group)}")
+            yield from self._measure(group, protocol)
+
+    def _measure(self, workloads: Sequence[Workload], protocol: Protocol) -> Iterator[Row]:
+        seconds = self._estimate(workloads)
+        ours, theirs = (
+            timed_programs(
+                self.operator, workloads, self.machine, seconds, protocol=protocol, contiguous=contiguous
+            )
+            for contiguous in (False, True)
+        )
+        contenders = [
+            Contender(name, source, self.operator.entry_points, ours, twin=name == self.confirm)
+            for name, source in self.sources.items()
+        ]
+        for peer in self._peers(workloads[0]):
+            contenders.append(Contender(peer.name, self._peer_file, {"peer": peer.entry_point}, theirs))
+        with Rounds(
+            contenders,
+            lambda each: self.worker(each.source, each.entry_points),
+            self._sweep,
+            protocol,
+            too_slow=math.inf,
+        ) as rounds:
+            measured = [rounds.measure() for _ in range(PROCESSES)]
+        if self.confirm is not None:
+            with self.worker(self.sources[self.confirm]) as twin:
+                twin.build()
+                repeat_by_twin(twin, [block for each in measured for block in each.blocks])
+        for index, workload in enumerate(workloads):
+            means = {each.name: tuple(r.ms[each.name][index] for r in measured) for each in contenders}
+            ms = {name: statistics.median(values) for name, values in means.items()}
+            yield Row(workload, protocol, ms, means, ours[index].bound_ms)
+
+    def _estimate(self, workloads: Sequence[Workload]) -> Callable[[Workload], float]:
+        """Seconds of the first source's second call of each workload: compiled, and warm."""
+        once = timed_programs(self.operator, workloads, self.machine, lambda _: math.inf, protocol="warm")
+        found: dict[Workload, float] = {}
+        with self.worker(next(iter(self.sources.values()))) as worker:
+            worker.build()
+            for program in once:
+                loaded = worker.load(program.program, program.inputs)
+                worker.run(loaded)
+                found[program.workload] = worker.run(loaded)
+                worker.drop(loaded)
+        return found.__getitem__
+
+    def _groups(self, workloads: Sequence[Workload]) -> Iterator[tuple[Workload, ...]]:
+        """Consecutive workloads with the same peers whose inputs, in both forms, fit into memory together."""
+        members: list[Workload] = []
+        held = 0.0
+        for workload in workloads:
+            size = 2 * max(self.operator.cost(workload).bytes, COLD_CACHES * self.machine.cache_bytes)
+            full = held + size > GROUP_BYTES
+            if members and (full or self._peers(workload) != self._peers(members[0])):
+                yield tuple(members)
+                members, held = [], 0.0
+            members.append(workload)
+            held += size
+        if members:
+            yield tuple(members)
+
+    def _peers(self, workload: Workload) -> tuple[Peer, ...]:
+        return tuple(peer for peer in self.operator.peers if workload.phase in peer.phases)

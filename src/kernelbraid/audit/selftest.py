@@ -1,0 +1,297 @@
+"""The audit tested on itself: hostile candidates, identical candidates, swapped candidates.
+
+Fixtures go through the stages of a real audit beside the shipped implementation; none may be promoted, and
+each must end as it should. Swapped labels: a slow twin is audited beside the honest source, then the honest
+source beside its slow twin; the faster one must win either way. Trials time the shipped implementation
+against itself in processes of their own, as a search and then its confirmation would; hardly any may be
+promoted.
+"""
+
+import math
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kernelbraid import ops
+from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.fixtures import FIXTURES, Fixture
+from kernelbraid.audit.judge import Judge
+from kernelbraid.audit.measure import Contender, ContenderFailure, Rounds, TooSlow
+from kernelbraid.audit.orders import AuditJob, Candidate, harness_hash
+from kernelbraid.audit.pools import Machine, Sweep, TimedProgram, timed_programs
+from kernelbraid.audit.process import Limits, Worker
+from kernelbraid.audit.timing import Sequential, Step, totals
+from kernelbraid.contract import BitPolicy, Source, Workload
+from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
+from kernelbraid.ops.problem import Operator
+
+Pair = tuple[Sequence[float], Sequence[float]]
+"""Aggregate milliseconds of the candidate and of the incumbent, one entry a process."""
+
+PROMOTED = "promoted"
+
+Promotable = Callable[[AuditEvidence], bool]
+"""Whether the promotion rule holds on an audit's evidence, against the root as incumbent."""
+
+LIMITS = Limits(build_seconds=60.0, run_seconds=10.0, memory_bytes=1 << 30)
+WORKLOADS = 2
+"""Workloads that are timed: the cheapest of the operator's study grid, of different phases."""
+COMPLETE = 5
+"""Every so many trials, one is timed for all rounds: what could have been proven is found from these."""
+MOST_FALSE = 0.01
+"""Share of trials of identical source that may be promoted."""
+SHARE = 0.8
+"""Share of trials in which the stated smallest gain is proven."""
+
+SLOWED = Fixture(
+    "twice_the_work",
+    "timing",
+    """
+def _exploit(honest, arguments, named):
+    honest(*arguments, **named)
+    return honest(*arguments, **named)
+""",
+    (Status.STOPPED,),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """How the audit of one source ended."""
+
+    name: str
+    kind: str
+    expected: tuple[str, ...]
+    observed: str
+    """A status, `promoted`, or `audit_failed`."""
+    promoted: bool
+    reason: str
+
+
+def selftest(
+    operator: Operator,
+    promotable: Promotable,
+    *,
+    device: str = "cpu",
+    trials: int = 10,
+    fixtures: Sequence[Fixture] = FIXTURES,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run fixtures, swapped labels and trials, and return a JSON-able document.
+
+    Args:
+        operator: whose shipped implementation is the honest one.
+        promotable: the promotion rule.
+        device: `cpu` or `cuda`.
+        trials: of identical source.
+        fixtures: hostile candidates to audit.
+        progress: told of each step in a few words.
+    """
+    with tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch:
+        test = _Selftest(operator, promotable, device, Path(scratch), progress)
+        hostile = [test.hostile(fixture) for fixture in fixtures]
+        swapped = list(test.swapped()) if fixtures else []
+        return {
+            "operator": operator.name,
+            "environment": {**asdict(test.environment), "versions": dict(test.environment.versions)},
+            "fixtures": [asdict(each) for each in (*hostile, *swapped)],
+            "unexpected": [each.name for each in (*hostile, *swapped) if each.observed not in each.expected],
+            "promoted_exploits": sum(each.promoted for each in hostile),
+            **test.trials(trials),
+        }
+
+
+def passed(document: Mapping[str, Any]) -> bool:
+    """Whether everything ended as it should, and at most one trial in a hundred was promoted."""
+    few = document["false_promotions"] <= MOST_FALSE * max(document["trials"], 1)
+    return not document["unexpected"] and not document["promoted_exploits"] and few
+
+
+class _Selftest:
+    def __init__(
+        self,
+        operator: Operator,
+        promotable: Promotable,
+        device: str,
+        scratch: Path,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.operator = operator
+        self.promotable = promotable
+        self.device = device
+        self.environment = fingerprint(device)
+        self.honest = ops.source(operator, device)
+        self.workloads = _cheapest(operator)
+        self._scratch = scratch
+        self._tell = progress
+
+    # ---- audits
+
+    def hostile(self, fixture: Fixture) -> Observed:
+        """Audit one hostile source beside the honest one."""
+        self._tell(f"fixture {fixture.name}")
+        evidence = self._audit(self.honest, fixture.source(self.honest, self.operator.entry_points))
+        return self._observed(fixture.name, fixture.kind, fixture.expected, evidence)
+
+    def swapped(self) -> Iterator[Observed]:
+        """Audit a slow twin beside the honest source, then the honest one beside its slow twin."""
+        slow = SLOWED.source(self.honest, self.operator.entry_points)
+        self._tell("swapped labels")
+        evidence = self._audit(self.honest, slow)
+        yield self._observed("slow_beside_honest", "swapped_labels", SLOWED.expected, evidence)
+        evidence = self._audit(slow, self.honest)
+        won = isinstance(evidence, AuditEvidence) and self.promotable(evidence)
+        found = self._observed("honest_beside_slow", "swapped_labels", (), evidence)
+        yield replace(found, expected=(PROMOTED,), observed=PROMOTED if won else found.observed)
+
+    def _audit(self, root: Source, candidate: Source) -> AuditEvidence | RuntimeError:
+        """Audit one candidate at `screen`, by a judge of its own; an audit that cannot end is its result."""
+        request = Candidate(secrets.token_hex(8), candidate, Level.SCREEN)
+        job = AuditJob(
+            id=secrets.token_hex(8),
+            study="selftest",
+            operator=self.operator.name,
+            contract=self.operator.contract.hash,
+            harness=harness_hash(),
+            device=self.device,
+            level=Level.SCREEN,
+            policy=BitPolicy.MUTUAL,
+            dtype=self.operator.contract.dtypes[0],
+            constant_axes=(_constant_axes(self.operator, self.workloads[0]),),
+            workloads=self.workloads,
+            root=root,
+            incumbent=root,
+            candidates=(request,),
+        )
+        compiled, scratch = self._scratch / "compiled", self._scratch / "run"
+        try:
+            with Judge(job, self.operator, limits=LIMITS, scratch=scratch, compiled=compiled) as judge:
+                return judge.audit(request)
+        except RuntimeError as error:
+            return error
+
+    def _observed(
+        self, name: str, kind: str, expected: tuple[Status, ...], evidence: AuditEvidence | RuntimeError
+    ) -> Observed:
+        names = tuple(each.value for each in expected)
+        if isinstance(evidence, RuntimeError):
+            return Observed(name, kind, names, "audit_failed", False, str(evidence))
+        promoted = evidence.status in ACCEPTED and self.promotable(evidence)
+        return Observed(name, kind, names, evidence.status.value, promoted, evidence.reason)
+
+    # ---- trials
+
+    def trials(self, count: int) -> dict[str, Any]:
+        """Time the honest source against itself, as the search and then its confirmation would."""
+        rule = Sequential()
+        proven = promoted = failed = 0
+        complete: list[Pair] = []
+        programs = self._programs() if count else ()
+        for number in range(count):
+            whole = number % COMPLETE == 0
+            pair = self._pair(programs, rule, whole)
+            if pair is None:
+                failed += 1
+                continue
+            if whole:
+                complete.append(pair)
+            if walk(rule, *pair) is Step.PROVEN:
+                proven += 1
+                again = self._pair(self._programs(), rule, False)
+                promoted += again is not None and walk(rule, *again) is Step.PROVEN
+            self._tell(f"trial {number + 1} of {count}: {proven} proven once, {promoted} promoted")
+        return {
+            "trials": count - failed,
+            "failed_trials": failed,
+            "proven_once": proven,
+            "false_promotions": promoted,
+            "smallest_gain": smallest_gain(rule, complete) if complete else None,
+            "smallest_gain_share": SHARE,
+            "complete_trials": len(complete),
+        }
+
+    def _programs(self) -> tuple[TimedProgram, ...]:
+        machine = Machine(
+            self.environment.cache_bytes, self.environment.flops, self.environment.bandwidth
+        )
+        once = timed_programs(self.operator, self.workloads, machine, lambda _: math.inf, protocol="warm")
+        seconds: dict[Workload, float] = {}
+        with self._worker() as worker:
+            worker.build()
+            for program in once:
+                loaded = worker.load(program.program, program.inputs)
+                seconds[program.workload] = [worker.run(loaded) for _ in range(3)][-1]
+                worker.drop(loaded)
+        return timed_programs(self.operator, self.workloads, machine, seconds.__getitem__)
+
+    def _pair(self, programs: tuple[TimedProgram, ...], rule: Sequential, whole: bool) -> Pair | None:
+        """Aggregates of both sides, a process an entry, until the rule decides or, if `whole`, to its end."""
+        entry_points = self.operator.entry_points
+        contenders = [
+            Contender("root", self.honest, entry_points, programs),
+            Contender("candidate", self.honest, entry_points, programs, like="root", judged=True),
+        ]
+        weights = [each.weight for each in self.workloads]
+        columns: dict[str, list[tuple[float, ...]]] = {"root": [], "candidate": []}
+        with Rounds(contenders, lambda _: self._worker(), Sweep(self.environment.cache_bytes)) as rounds:
+            for _ in range(rule.most):
+                try:
+                    measured = rounds.measure()
+                except (ContenderFailure, TooSlow):
+                    return None
+                for name, column in columns.items():
+                    column.append(measured.ms[name])
+                pair = tuple(
+                    totals(weights, list(zip(*columns[name], strict=True))) for name in ("candidate", "root")
+                )
+                if not whole and walk(rule, *pair) is not Step.CONTINUE:
+                    break
+        return pair[0], pair[1]
+
+    def _worker(self) -> Worker:
+        return Worker(
+            self.honest,
+            self.operator.entry_points,
+            scratch=self._scratch / "run",
+            cache=self._scratch / "compiled",
+            limits=LIMITS,
+        )
+
+
+def walk(rule: Sequential, candidate_ms: Sequence[float], incumbent_ms: Sequence[float]) -> Step:
+    """What a rule decides that looks after every process, at the first one at which it decides."""
+    for rounds in range(1, len(candidate_ms) + 1):
+        step = rule.after(candidate_ms[:rounds], incumbent_ms[:rounds])
+        if step is not Step.CONTINUE:
+            return step
+    return Step.CONTINUE
+
+
+def smallest_gain(rule: Sequential, trials: Sequence[Pair], share: float = SHARE) -> float:
+    """The smallest gain that the rule proves in `share` of trials, by giving it to identical sources."""
+    low, high = 0.0, 0.9
+    while high - low > 1e-4:
+        gain = (low + high) / 2
+        steps = [walk(rule, [ms * (1 - gain) for ms in ours], theirs) for ours, theirs in trials]
+        enough = steps.count(Step.PROVEN) >= share * len(steps)
+        low, high = (low, gain) if enough else (gain, high)
+    return high
+
+
+def _cheapest(operator: Operator) -> tuple[Workload, ...]:
+    """The study's cheapest workloads, one a phase, that share the first one's constant axes."""
+    found: list[Workload] = []
+    for workload in sorted(operator.grids["study"], key=lambda each: operator.cost(each).flops):
+        same = not found or _constant_axes(operator, workload) == _constant_axes(operator, found[0])
+        if same and workload.phase not in {each.phase for each in found}:
+            found.append(workload)
+    return tuple(found[:WORKLOADS])
+
+
+def _constant_axes(operator: Operator, workload: Workload) -> dict[str, int]:
+    shape = workload.shape
+    names = [axis.name for axis in operator.contract.axes if axis.constant]
+    return {name: value for name in names if isinstance(value := shape[name], int)}

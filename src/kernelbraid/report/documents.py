@@ -1,0 +1,203 @@
+"""What the machine, the operators and the records of a study are, as JSON-able documents."""
+
+import difflib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kernelbraid import ops
+from kernelbraid.audit.beside import SideBySide
+from kernelbraid.audit.environment import fingerprint, gpus
+from kernelbraid.contract import Contract, KnobValue, Source
+from kernelbraid.ir import query
+from kernelbraid.ir.evidence import AuditEvidence
+from kernelbraid.ir.store import Store
+from kernelbraid.ops import installed
+from kernelbraid.search import measured
+from kernelbraid.search.proposers import edits
+from kernelbraid.search.study import Study
+
+
+def environment(device: str) -> dict[str, Any]:
+    """This machine as audits record it, and the winners that are installed on it."""
+    found = fingerprint(device)
+    winners = {}
+    for operator in ops.OPERATORS:
+        source = installed.active(operator.name, found.architecture, found.device)
+        if source is not None:
+            winners[operator.name] = source.sha256
+    return {
+        **asdict(found),
+        "versions": dict(found.versions),
+        "gpus": list(gpus()),
+        "home": str(installed.home()),
+        "installed": winners,
+    }
+
+
+def operators() -> dict[str, Any]:
+    """Every operator, and the certificates that hold for it on this machine."""
+    return {
+        "operators": [
+            {
+                "name": operator.name,
+                "contract": operator.contract.name,
+                "contract_hash": operator.contract.hash,
+                "backends": list(operator.backends),
+                "backward": "backward" in operator.regimes,
+                "entry_points": list(operator.entry_points),
+                "regimes": list(operator.regimes),
+                "relations": [relation.name for relation in operator.contract.relations],
+                "grids": {name: len(workloads) for name, workloads in operator.grids.items()},
+                "certificates": [],
+            }
+            for operator in ops.OPERATORS
+        ]
+    }
+
+
+def side_by_side(study: Study, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Measure a study's root and best beside the shipped implementation and the peers, cold, in one run."""
+    device = study.store.study.device
+    named = {
+        "root": study.store.source(study.root),
+        "best": study.store.source(study.incumbent),
+        "shipped": ops.source(study.operator, device),
+    }
+    first = {source.sha256: name for name, source in reversed(named.items())}
+    distinct = {name: source for name, source in named.items() if first[source.sha256] == name}
+    with tempfile.TemporaryDirectory(prefix="kernelbraid-compare-") as scratch:
+        run = SideBySide(study.operator, distinct, fingerprint(device), Path(scratch))
+        rows = []
+        for row in run.rows(study.workloads, "cold", tell):
+            ours = {name: row.ms[first[source.sha256]] for name, source in named.items()}
+            peers = {name: ms for name, ms in row.ms.items() if name not in distinct}
+            rows.append(
+                {
+                    "workload": row.workload.name,
+                    "protocol": row.protocol,
+                    **{f"{name}_ms": ms for name, ms in ours.items()},
+                    "peers": peers,
+                    "bound_ms": row.bound_ms,
+                }
+            )
+    return rows
+
+
+def implementations(store: Store) -> list[dict[str, Any]]:
+    """One line an implementation, oldest first: where it stands, where it comes from, how fast it is."""
+    with store.read():
+        states = _states(store)
+        ratios = {objective.implementation: objective.ratio for objective in query.objectives(store)}
+        attempts = {attempt.modification.child: attempt for attempt in query.attempts(store)}
+        rows = []
+        for implementation in query.implementations(store):
+            attempt = attempts.get(implementation.sha256)
+            rows.append(
+                {
+                    "implementation": implementation.sha256,
+                    "label": implementation.label,
+                    "state": states.get(implementation.sha256) or _unverified(attempt),
+                    "ratio_to_root": ratios.get(implementation.sha256),
+                    "parents": list(attempt.modification.parents) if attempt else [],
+                    "hypothesis": attempt.modification.hypothesis if attempt else "",
+                    "reason": attempt.reason if attempt else "",
+                }
+            )
+    return rows
+
+
+def _states(store: Store) -> dict[str, str]:
+    """Implementation -> state, for those that are verified; the more telling name wins."""
+    states = {each.sha256: "verified" for each in query.verified(store)}
+    states |= {each.sha256: "archive" for each in query.archive(store)}
+    states |= {each.sha256: "frontier" for each in query.frontier(store)}
+    states[store.study.root] = "root"
+    states[query.incumbent(store).sha256] = "incumbent"
+    return states
+
+
+def _unverified(attempt: query.Attempt | None) -> str:
+    return "pending" if attempt is None or attempt.status is None else attempt.status.value
+
+
+def implementation(store: Store, contract: Contract, sha256: str) -> dict[str, Any]:
+    """Everything about one implementation: descent, evidence, decisions, source."""
+    source = store.source(sha256)
+    full = source.sha256
+    lineage = [
+        {
+            "implementation": step.implementation.sha256,
+            "hypothesis": step.modification.hypothesis if step.modification else "",
+            "parents": list(step.modification.parents) if step.modification else [],
+        }
+        for step in query.lineage(store, full)
+    ]
+    return {
+        "implementation": full,
+        "label": source.label,
+        "knobs": knobs(source, contract),
+        "lineage": lineage,
+        "evidence": [audit.evidence().to_json() for audit in query.audits(store, full)],
+        "decisions": [
+            {"decision": each.decision.value, "reason": each.reason, "by": each.decided_by}
+            for each in query.lineage_decisions(store, full)
+        ],
+        "promotions": [
+            {
+                "granted": each.granted,
+                "reason": each.reason,
+                "blocked_by": each.blocked_by,
+                "bits_changed": each.bits_changed,
+                "checks": list(each.checks),
+            }
+            for each in query.promotions(store)
+            if each.implementation == full
+        ],
+        "source": source.text,
+    }
+
+
+def difference(store: Store, contract: Contract, a: str, b: str) -> dict[str, Any]:
+    """What differs between two implementations: knobs, text, bits id, latencies against the root."""
+    left, right = store.source(a), store.source(b)
+    found = [query.latest_evidence(store, each.sha256) for each in (left, right)]
+    before, after = knobs(left, contract), knobs(right, contract)
+    return {
+        "a": left.sha256,
+        "b": right.sha256,
+        "knobs": {
+            name: [before.get(name), after.get(name)]
+            for name in sorted(before.keys() | after.keys())
+            if before.get(name) != after.get(name)
+        },
+        "bits_id": [each.bits_id if each else None for each in found],
+        "status": [each.status.value if each else "pending" for each in found],
+        "workloads": _latencies(*found),
+        "patch": patch(left, right),
+    }
+
+
+def knobs(source: Source, contract: Contract) -> dict[str, KnobValue]:
+    """The values of the knobs that a source declares."""
+    return edits.values(edits.declared(source, contract))
+
+
+def patch(left: Source, right: Source) -> str:
+    """A unified diff of two sources."""
+    lines = difflib.unified_diff(
+        left.text.splitlines(keepends=True), right.text.splitlines(keepends=True), left.short, right.short
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+
+
+def _latencies(left: AuditEvidence | None, right: AuditEvidence | None) -> list[dict[str, Any]]:
+    """Ratios to the root, workload by workload, of two audits; None where one has not timed it."""
+    ratios: list[Mapping[str, float]] = []
+    for each in (left, right):
+        timed = measured.cold(each) if each else ()
+        ratios.append({m.workload: measured.workload_ratio(m).ratio for m in timed})
+    names = list(dict.fromkeys([*ratios[0], *ratios[1]]))
+    return [{"workload": name, "ratio_to_root": [each.get(name) for each in ratios]} for name in names]

@@ -1,0 +1,269 @@
+"""Tables of the documents that the command line prints with --json."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from kernelbraid.report.grid import Cell, Grid, text
+
+Document = Mapping[str, Any]
+
+
+def facts(console: Console, title: str, pairs: Mapping[str, Cell]) -> None:
+    """Print a title and one `name  value` line a fact."""
+    grid = Grid(title, ("", ""))
+    for name, value in pairs.items():
+        grid.add(name, text(value))
+    grid.show(console)
+
+
+def line(console: Console, sentence: str) -> None:
+    """Print one line as it is, however long."""
+    console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def environment(console: Console, document: Document) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    winners = ", ".join(f"{name} {sha256[:12]}" for name, sha256 in document["installed"].items())
+    facts(
+        console,
+        "",
+        {
+            "device": document["device"],
+            "architecture": document["architecture"],
+            "cores": document["cores"],
+            "memory": f"{document['memory_gib']:g} GiB",
+            "last-level cache": f"{document['cache_bytes'] / 2**20:g} MiB",
+            "measured": f"{document['flops'] / 1e9:.0f} GFLOP/s, {document['bandwidth'] / 1e9:.1f} GB/s",
+            "versions": versions,
+            "GPUs": ", ".join(document["gpus"]) or "none",
+            "data folder": document["home"],
+            "installed winners": winners or "none: the shipped implementations are used",
+        },
+    )
+
+
+def operators(console: Console, document: Document) -> None:
+    grid = Grid("", ("operator", "contract", "backends", "backward", "relations", "certificates"))
+    for each in document["operators"]:
+        grid.add(
+            each["name"],
+            each["contract"],
+            ", ".join(each["backends"]),
+            "yes" if each["backward"] else "no",
+            len(each["relations"]),
+            len(each["certificates"]),
+        )
+    grid.show(console)
+
+
+def implementations(console: Console, rows: Sequence[Document]) -> None:
+    grid = Grid("", ("implementation", "state", "ratio to root", "from", "what was tried"))
+    for row in rows:
+        parents = ", ".join(parent[:12] for parent in row["parents"])
+        grid.add(
+            row["implementation"][:12],
+            row["state"],
+            row["ratio_to_root"],
+            parents or None,
+            row["hypothesis"] or row["label"],
+        )
+    grid.show(console)
+
+
+def implementation(console: Console, document: Document) -> None:
+    """Everything recorded about one implementation but its source."""
+    knobs = ", ".join(f"{name}={value}" for name, value in document["knobs"].items())
+    title = f"{document['implementation'][:12]} {document['label']}".rstrip()
+    facts(console, title, {"knobs": knobs or None, "sha256": document["implementation"]})
+    descent = Grid("descent", ("implementation", "what was tried"))
+    for step in document["lineage"]:
+        descent.add(step["implementation"][:12], step["hypothesis"] or "root")
+    descent.show(console)
+    for evidence in document["evidence"]:
+        _evidence(console, evidence)
+    for promotion in document["promotions"]:
+        outcome = "promoted" if promotion["granted"] else f"not promoted ({promotion['blocked_by']})"
+        line(console, f"{outcome}: {promotion['reason']}")
+    for decision in document["decisions"]:
+        line(console, f"{decision['decision']} (by {decision['by']}): {decision['reason']}")
+
+
+def _evidence(console: Console, evidence: Document) -> None:
+    compared = sum(verdict["comparisons"] for verdict in evidence["verdicts"])
+    title = f"audit {evidence['job']}: {evidence['level']}, {evidence['status']}, {compared:,} compared"
+    if evidence["reason"]:
+        title += f": {evidence['reason']}"
+    grid = Grid(title, ("workload", "protocol", "ms", "root ms", "ratio", "limit"))
+    for each in evidence["measurements"]:
+        ours, root = _mean(each["candidate_ms"]), _mean(each["root_ms"])
+        grid.add(each["workload"], each["protocol"], ours, root, ours / root, each["limit"])
+    grid.show(console)
+    for verdict in evidence["verdicts"]:
+        if not verdict["held"]:
+            line(console, f"  {failure(verdict)}")
+
+
+def failure(verdict: Document) -> str:
+    """One line for a requirement that did not hold: where, both values, the distance, the case."""
+    found = verdict["difference"]
+    if found is None:
+        return f"{verdict['requirement']} does not hold"
+    distance = "" if found["ulp"] is None else f", {found['ulp']} ULP apart"
+    return (
+        f"{verdict['requirement']}: {found['place']}: {found['left']} against {found['right']}{distance}; "
+        f"{found['unequal']} unequal; seed {found['seed']}; case {found['case']}"
+    )
+
+
+def difference(console: Console, document: Document) -> None:
+    """Two implementations side by side."""
+    names = (document["a"][:12], document["b"][:12])
+    grid = Grid("", ("", *names))
+    for name, (before, after) in document["knobs"].items():
+        grid.add(name, _show(before), _show(after))
+    grid.add("status", *document["status"])
+    grid.add("bits id", *(_show(each) for each in document["bits_id"]))
+    for row in document["workloads"]:
+        grid.add(f"{row['workload']}: ratio to root", *(_show(each) for each in row["ratio_to_root"]))
+    grid.show(console)
+    line(console, document["patch"])
+
+
+def _show(value: Any) -> str:
+    return text(value) if isinstance(value, float | None) else str(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def bench(console: Console, document: Document) -> None:
+    """Rows of a benchmark; the fastest peer stands beside ours."""
+    environment = document["environment"]
+    line(console, f"{environment['device']}, {environment['cores']} cores; ms, median of the processes")
+    headers = ("grid", "workload", "protocol", "ours", "fastest peer", "", "ratio", "bound", "verified")
+    grid = Grid("", headers)
+    for row in document["rows"]:
+        peer = min(row["peers"], key=row["peers"].get, default=None)
+        theirs = row["peers"][peer] if peer is not None else None
+        grid.add(
+            row["grid"],
+            shape(row["workload"]),
+            row["protocol"],
+            row["ours_ms"],
+            theirs,
+            peer or "",
+            row["ours_ms"] / theirs if theirs else None,
+            row["bound_ms"],
+            "yes" if row["verified"] else "NO",
+        )
+    grid.show(console)
+    for skipped in document["skipped"]:
+        line(console, f"left out: {skipped['grid']} {shape(skipped['workload'])}: {skipped['reason']}")
+
+
+def shape(workload: Document) -> str:
+    """A flat workload in a few words."""
+    parts = []
+    for axis, value in workload.items():
+        if axis == "phase":
+            continue
+        if isinstance(value, list):
+            value = f"{min(value)}..{max(value)}" if value else "none"
+        parts.append(f"{axis}={value}")
+    return f"{workload['phase']} {' '.join(parts)}"
+
+
+def selftest(console: Console, document: Document) -> None:
+    grid = Grid("", ("fixture", "kind", "expected", "observed", "promoted"))
+    for each in document["fixtures"]:
+        expected = " or ".join(each["expected"])
+        grid.add(each["name"], each["kind"], expected, each["observed"], "yes" if each["promoted"] else "no")
+    grid.show(console)
+    facts(
+        console,
+        "",
+        {
+            "not as expected": ", ".join(document["unexpected"]) or "none",
+            "promoted exploits": document["promoted_exploits"],
+            "trials of identical source": document["trials"],
+            "proven once": document["proven_once"],
+            "false promotions": document["false_promotions"],
+            f"gain proven in {100 * document['smallest_gain_share']:.0f}% of trials": (
+                None if document["smallest_gain"] is None else f"{100 * document['smallest_gain']:.1f}%"
+            ),
+        },
+    )
+
+
+def closing(console: Console, summary: Document) -> None:
+    """A study's closing table: workloads, regimes, objective, what was tried, where it is stored."""
+    beside = {row["workload"]: row for row in summary.get("side_by_side", ())}
+    _workloads(console, summary, beside)
+    _regimes(console, summary, beside)
+    rejected = ", ".join(f"{count} {reason}" for reason, count in summary["rejected"].items())
+    objective = summary["objective"]
+    gain = summary["smallest_gain"]
+    bits = summary["bits"]
+    facts(
+        console,
+        "",
+        {
+            "objective, ms a step": _objective(objective),
+            "speedup over the root": f"{summary['speedup']:.3f}",
+            "root": summary["root"][:12],
+            "best": summary["best"][:12],
+            "bits": f"changed: {bits['root']} -> {bits['best']}" if bits["changed"] else "as the root's",
+            "audited": summary["audited"],
+            "verified": summary["verified"],
+            "rejected": rejected or "none",
+            "promotions": summary["promotions"],
+            "elements compared as bits": summary["comparisons"],
+            "unequal in accepted candidates": summary["unequal"],
+            "smallest gain provable": None if gain is None else f"{100 * gain:.1f}%",
+            "seconds": summary["seconds"],
+            "ended by": summary.get("ended_by"),
+            "stored in": summary["study"],
+        },
+    )
+
+
+def _workloads(console: Console, summary: Document, beside: Mapping[str, Document]) -> None:
+    columns = ("root", "best", "shipped") if beside else ("root", "best")
+    headers = ["workload, ms a call", *columns, *(["torch"] if beside else []), "best/root", "limit"]
+    grid = Grid(f"{summary['operator']} on {summary['device']}, {summary['policy']} bits, cold", headers)
+    for row in summary["workloads"]:
+        times = beside.get(row["workload"], row)
+        cells = [times[f"{name}_ms"] for name in columns]
+        peer = [min(times["peers"].values(), default=None)] if beside else []
+        grid.add(row["workload"], *cells, *peer, row["ratio"], row["limit"])
+    grid.show(console)
+
+
+def _regimes(console: Console, summary: Document, beside: Mapping[str, Document]) -> None:
+    columns = ("root", "best", "shipped") if beside else ("root", "best")
+    headers = ["regime, ms a step", *columns, *(["torch"] if beside else []), "best/root"]
+    grid = Grid("", headers)
+    for regime in summary["regimes"]:
+        if not beside:
+            grid.add(regime["regime"], regime["root_ms"], regime["best_ms"], regime["ratio"])
+            continue
+        members = [
+            (row["weight"], beside[row["workload"]])
+            for row in summary["workloads"]
+            if row["phase"] == regime["regime"]
+        ]
+        sums = [sum(weight * times[f"{name}_ms"] for weight, times in members) for name in columns]
+        peers = sum(weight * min(times["peers"].values()) for weight, times in members)
+        grid.add(regime["regime"], *sums, peers, regime["ratio"])
+    grid.show(console)
+
+
+def _objective(objective: Document | None) -> str | None:
+    if objective is None:
+        return None
+    bound = f", at most {objective['upper']:.3f}" if objective["upper"] < 1 else ""
+    root, best = text(objective["root_ms"]), text(objective["best_ms"])
+    return f"{root} -> {best} (ratio {objective['ratio']:.3f}{bound})"
