@@ -17,10 +17,12 @@ from tests.search.fake_audit import (
     settings_of,
 )
 
+from kernelbraid.audit import jobs
 from kernelbraid.contract import BitPolicy, Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Level, Status
 from kernelbraid.ir.schema import Lineage
+from kernelbraid.ir.store import Store
 from kernelbraid.search import loop
 from kernelbraid.search.loop import Ending, Progress
 from kernelbraid.search.proposers import Proposal, edits
@@ -261,11 +263,11 @@ def test_the_time_budget_is_never_exceeded_and_survives_reopening(tmp_path: Path
     with new_study(tmp_path / "s", fake, minutes=minutes) as study:
         assert search(study, fake)[0] is Ending.TIME
         assert fake.now <= 60 * minutes + 1e-6
-        spent, jobs = study.budget.seconds, len(fake.ran)
+        spent, ran = study.budget.seconds, len(fake.ran)
     with reopened(tmp_path / "s", fake) as study:
         assert study.budget.seconds == pytest.approx(spent)
         assert search(study, fake)[0] is Ending.TIME
-        assert len(fake.ran) <= jobs + 1
+        assert len(fake.ran) <= ran + 1
 
 
 def test_time_is_kept_for_the_full_audit_of_what_waits(tmp_path: Path) -> None:
@@ -344,51 +346,116 @@ def test_an_edit_that_broke_a_requirement_is_not_made_again_while_the_code_is_th
 # Interruption
 
 
-class InterruptedHereError(Exception):
-    pass
+class HereError(Exception):
+    """Stands for the death of the process at one place."""
 
 
-def interrupt_at(count: int) -> Callable[[str], None]:
-    left = count
+class Countdown:
+    """Raises at the n-th place that asks."""
 
-    def before(where: str) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise InterruptedHereError(where)
+    def __init__(self, count: int, error: type[BaseException] = HereError) -> None:
+        self.left = count
+        self.error = error
 
-    return before
+    def __call__(self, where: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error(where)
 
 
-@pytest.mark.parametrize("error", [InterruptedHereError, KeyboardInterrupt])
-def test_an_interrupted_search_goes_on_where_it_was(tmp_path: Path, error: type[BaseException]) -> None:
-    calm = FakeAudits()
-    with new_study(tmp_path / "calm", calm, audits=6) as study:
-        search(study, calm)
-        expected = [each.sha256 for each in query.implementations(study.store)]
-        winner = study.incumbent
-    for count in (1, 2, 3, 4, 7, 10, 13):
-        at = interrupt_at(count)
+def outcome(study: Study) -> tuple[list[str], str, int]:
+    implementations = [each.sha256 for each in query.implementations(study.store)]
+    return implementations, study.incumbent, study.budget.audited
 
-        def before(where: str, at: Callable[[str], None] = at) -> None:
-            try:
-                at(where)
-            except InterruptedHereError:
-                raise error from None
 
-        fake = FakeAudits(before=before)
-        folder = tmp_path / f"{error.__name__}{count}"
-        with new_study(folder, fake, audits=6) as study:
-            with contextlib.suppress(InterruptedHereError):
-                loop.run(study, KnobProposer(), run_job=fake)
-            study.store.check()
-        with reopened(folder, fake) as study:
-            assert search(study, fake)[0] is Ending.AUDITS
-            assert [each.sha256 for each in query.implementations(study.store)] == expected
-            assert study.incumbent == winner
-            answered = [audit.request for audit in query.audits(study.store)]
-            assert len(answered) == len(set(answered)) and study.store.pending() == []
-            assert not list((folder / "jobs").iterdir()) and not list((folder / "results").iterdir())
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str, int]:
+    fake = FakeAudits()
+    with new_study(tmp_path_factory.mktemp("calm") / "s", fake, audits=6) as study:
+        search(study, fake)
+        return outcome(study)
+
+
+def resumed(folder: Path, fake: FakeAudits) -> tuple[list[str], str, int]:
+    """Go on to the end, and check that nothing was lost and nothing counted twice."""
+    with reopened(folder, fake) as study:
+        study.store.check()
+        assert search(study, fake)[0] is Ending.AUDITS
+        answered = [audit.request for audit in query.audits(study.store)]
+        assert len(answered) == len(set(answered)) and study.store.pending() == []
+        assert not list((folder / "jobs").iterdir()) and not list((folder / "results").iterdir())
+        return outcome(study)
+
+
+@pytest.mark.parametrize("error", [HereError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 7, 12])
+def test_a_search_interrupted_in_its_audits_goes_on(
+    tmp_path: Path, undisturbed: tuple[list[str], str, int], error: type[BaseException], place: int
+) -> None:
+    fake = FakeAudits(before=Countdown(place, error))
+    with new_study(tmp_path / "s", fake, audits=6) as study, contextlib.suppress(HereError):
+        loop.run(study, KnobProposer(), run_job=fake)
+    assert resumed(tmp_path / "s", fake) == undisturbed
+
+
+RECORDING = (
+    (Store, "record"),
+    (Store, "add_implementation"),
+    (Store, "request_audit"),
+    (Store, "promote"),
+    (Store, "decide"),
+    (Store, "add_opportunity"),
+    (Store, "close_opportunity"),
+    (Store, "record_usage"),
+    (jobs, "write_job"),
+    (jobs, "read_results"),
+    (Path, "unlink"),
+)
+
+
+def recording_calls(monkeypatch: pytest.MonkeyPatch, place: int) -> Countdown:
+    """Make the search die before or after the n-th of the calls by which it records what it does."""
+    countdown = Countdown(place)
+
+    def dying(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **given: object) -> object:
+            countdown(original.__name__)
+            result = original(*args, **given)
+            countdown(original.__name__)
+            return result
+
+        return call
+
+    for owner, name in RECORDING:
+        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+    return countdown
+
+
+def die_and_resume(folder: Path, place: int) -> tuple[tuple[list[str], str, int], bool]:
+    fake = FakeAudits()
+    with pytest.MonkeyPatch.context() as monkeypatch, new_study(folder, fake, audits=6) as study:
+        countdown = recording_calls(monkeypatch, place)
+        with contextlib.suppress(HereError):
+            loop.run(study, KnobProposer(), run_job=fake)
+    return resumed(folder, fake), countdown.left <= 0
+
+
+@pytest.mark.parametrize("place", [1, 2, 5, 10, 61, 80, 90, 101, 112, 150, 201])
+def test_a_search_that_dies_while_recording_goes_on(
+    tmp_path: Path, undisturbed: tuple[list[str], str, int], place: int
+) -> None:
+    found, died = die_and_resume(tmp_path / "s", place)
+    assert died and found == undisturbed
+
+
+@pytest.mark.slow
+def test_a_search_that_dies_anywhere_goes_on(tmp_path: Path, undisturbed: tuple[list[str], str, int]) -> None:
+    place, died = 1, True
+    while died:
+        found, died = die_and_resume(tmp_path / str(place), place)
+        assert found == undisturbed, place
+        place += 1
+    assert place > 200
 
 
 def test_stopping_ends_cleanly_and_drops_at_most_the_running_audit(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def _collect(study: Study, job: Path) -> tuple[AuditEvidence, ...]:
     recorded: tuple[AuditEvidence, ...] = ()
     if _begun(results):
         recorded = _record(study, jobs.read_results(results).evidence).recorded
-    job.unlink(missing_ok=True)
     results.unlink(missing_ok=True)
+    job.unlink(missing_ok=True)
     return recorded
 
 

@@ -16,7 +16,7 @@ from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage
 from kernelbraid.search.measured import aggregate, processes, provable
-from kernelbraid.search.proposers import Proposer
+from kernelbraid.search.proposers import Proposal, Proposer
 from kernelbraid.search.standings import Standing
 from kernelbraid.search.study import Study
 
@@ -160,17 +160,20 @@ class _Search:
         """Admit proposals until one is new to the study or none comes."""
         while True:
             proposals = self._proposer.propose(self._study, most)
-            self._study.store.record_usage(Usage(purpose="proposal", proposer_calls=1))
-            admitted = False
-            for proposal in proposals:
-                try:
-                    self._study.admit(proposal)
-                except DuplicateSourceError:
-                    continue
-                admitted = True
+            with self._study.store.transaction():
+                self._study.store.record_usage(Usage(purpose="proposal", proposer_calls=1))
+                admitted = [each for each in proposals if self._admit(each)]
+            for proposal in admitted:
                 self.tell("proposed", proposal.source.sha256, proposal.hypothesis)
             if admitted or not proposals:
                 return
+
+    def _admit(self, proposal: Proposal) -> bool:
+        try:
+            self._study.admit(proposal)
+        except DuplicateSourceError:
+            return False
+        return True
 
     def _pending(self, level: Level) -> list[AuditRequest]:
         return [each for each in self._study.store.pending() if each.level is level]
