@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import Timeout
-
 from kernelbraid.audit import jobs
 from kernelbraid.contract import Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
+from kernelbraid.ir.store import StudyBusyError
 from kernelbraid.search import audits, loop
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
 from kernelbraid.search.proposers import Proposal, edits
@@ -209,11 +208,9 @@ def _search(
         try:
             loop.run(study, External(), progress=progress, run_job=run_job)
             return
-        except RuntimeError as error:
-            if not isinstance(error.__cause__, Timeout):
-                raise
-        time.sleep(WAIT_SECONDS)
-        study.store.record_usage(Usage(purpose="queue", queue_seconds=WAIT_SECONDS))
+        except StudyBusyError:
+            time.sleep(WAIT_SECONDS)
+            study.store.record_usage(Usage(purpose="queue", queue_seconds=WAIT_SECONDS))
 
 
 def _task(study: Study) -> dict[str, Any]:
