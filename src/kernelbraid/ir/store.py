@@ -11,7 +11,6 @@ any moment. What the records say about the present (incumbent, frontier, totals)
 """
 
 import ast
-import fcntl
 import hashlib
 import math
 import os
@@ -24,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from filelock import FileLock, Timeout
 from sqlalchemy import exists, func, or_, select
 from sqlalchemy.orm import Session
 
@@ -79,6 +79,10 @@ class DuplicateSourceError(ValueError):
         kind = "is" if same_bytes else "differs in layout and comments only from"
         super().__init__(f"this source {kind} {existing.short}, which the study has already")
         self.existing = existing
+
+
+class StudyBusyError(RuntimeError):
+    """Another process controls the study's search."""
 
 
 def tree_hash(text: str) -> str:
@@ -186,14 +190,17 @@ class Store:
         """Be the one process that controls this study's search; the lock goes away with the process.
 
         Raises:
-            RuntimeError: another process holds it.
+            StudyBusyError: another process holds it.
         """
-        with (self.folder / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RuntimeError(f"another process searches {self.folder}: stop it, or wait") from error
+        lock = FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise StudyBusyError(f"another process searches {self.folder}: stop it, or wait") from error
+        try:
             yield
+        finally:
+            lock.release()
 
     # Implementations
 
