@@ -163,7 +163,7 @@ def implementation(store: Store, contract: Contract, sha256: str) -> dict[str, A
 def difference(store: Store, contract: Contract, a: str, b: str) -> dict[str, Any]:
     """What differs between two implementations: knobs, text, bits id, latencies against the root."""
     left, right = store.source(a), store.source(b)
-    found = [query.latest_evidence(store, each.sha256) for each in (left, right)]
+    found = [_timed_evidence(store, each.sha256) for each in (left, right)]
     before, after = knobs(left, contract), knobs(right, contract)
     return {
         "a": left.sha256,
@@ -178,6 +178,13 @@ def difference(store: Store, contract: Contract, a: str, b: str) -> dict[str, An
         "workloads": _latencies(*found),
         "patch": patch(left, right),
     }
+
+
+def _timed_evidence(store: Store, sha256: str) -> AuditEvidence | None:
+    """The latest evidence with latencies, or else the latest."""
+    audits = [audit.evidence() for audit in query.audits(store, sha256)]
+    best = [each for each in audits if each.measurements] or audits
+    return best[-1] if best else None
 
 
 def knobs(source: Source, contract: Contract) -> dict[str, KnobValue]:

@@ -39,7 +39,7 @@ class Grid:
         right = self._right()
         if self.title:
             yield self.title
-        for row in texts:
+        for row in texts if any(self.headers) else texts[1:]:
             cells = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
             yield ("  " + "  ".join(cells)).rstrip()
 
@@ -50,7 +50,13 @@ class Grid:
         ]
 
     def _ruled(self) -> Table:
-        table = Table(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=self.title or None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            show_header=any(self.headers),
+        )
         for header, right in zip(self.headers, self._right(), strict=True):
             table.add_column(header, justify="right" if right else "left", overflow="fold")
         for row in self.rows:

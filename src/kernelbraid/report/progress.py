@@ -10,8 +10,8 @@ from kernelbraid.audit.orders import Event
 from kernelbraid.ir.evidence import ACCEPTED, Status
 from kernelbraid.search.loop import Progress
 
-LASTING = ("proposed", "audited", "promoted", "refused", "interrupted", "done")
-"""Stages whose line stays; the others only show on a terminal while they last."""
+LASTING = ("proposed", "audited", "promoted", "refused", "interrupted")
+"""Stages of a search whose line stays; the others only show on a terminal while they last."""
 
 
 class Watch:
@@ -46,7 +46,7 @@ class Watch:
     def event(self, event: Event) -> None:
         """Show what a job does."""
         text = f"{event.stage} {event.candidate}: {event.message}{_share(event.fraction)}"
-        if event.stage in LASTING:
+        if event.stage == "done":
             self._keep(text)
         elif self._status is not None:
             self._status.update(text)

@@ -95,11 +95,14 @@ def _evidence(console: Console, evidence: Document) -> None:
     title = f"audit {evidence['job']}: {evidence['level']}, {evidence['status']}, {compared:,} compared"
     if evidence["reason"]:
         title += f": {evidence['reason']}"
-    grid = Grid(title, ("workload", "protocol", "ms", "root ms", "ratio", "limit"))
-    for each in evidence["measurements"]:
+    line(console, title)
+    names, shared = short_names([each["workload"] for each in evidence["measurements"]])
+    grid = Grid(f"  {shared}", ("workload", "protocol", "ms", "root ms", "ratio", "limit"))
+    for name, each in zip(names, evidence["measurements"], strict=True):
         ours, root = _mean(each["candidate_ms"]), _mean(each["root_ms"])
-        grid.add(each["workload"], each["protocol"], ours, root, ours / root, each["limit"])
-    grid.show(console)
+        grid.add(name, each["protocol"], ours, root, ours / root, each["limit"])
+    if grid.rows:
+        grid.show(console)
     for verdict in evidence["verdicts"]:
         if not verdict["held"]:
             line(console, f"  {failure(verdict)}")
@@ -121,12 +124,13 @@ def difference(console: Console, document: Document) -> None:
     """Two implementations side by side."""
     names = (document["a"][:12], document["b"][:12])
     grid = Grid("", ("", *names))
+    workloads, _ = short_names([row["workload"] for row in document["workloads"]])
     for name, (before, after) in document["knobs"].items():
         grid.add(name, _show(before), _show(after))
     grid.add("status", *document["status"])
     grid.add("bits id", *(_show(each) for each in document["bits_id"]))
-    for row in document["workloads"]:
-        grid.add(f"{row['workload']}: ratio to root", *(_show(each) for each in row["ratio_to_root"]))
+    for name, row in zip(workloads, document["workloads"], strict=True):
+        grid.add(f"{name}: ratio to root", *(_show(each) for each in row["ratio_to_root"]))
     grid.show(console)
     line(console, document["patch"])
 
@@ -232,14 +236,26 @@ def closing(console: Console, summary: Document) -> None:
 
 def _workloads(console: Console, summary: Document, beside: Mapping[str, Document]) -> None:
     columns = ("root", "best", "shipped") if beside else ("root", "best")
+    names, shared = short_names([row["workload"] for row in summary["workloads"]])
     headers = ["workload, ms a call", *columns, *(["torch"] if beside else []), "best/root", "limit"]
-    grid = Grid(f"{summary['operator']} on {summary['device']}, {summary['policy']} bits, cold", headers)
-    for row in summary["workloads"]:
+    title = f"{summary['operator']} on {summary['device']}, {summary['policy']} bits, cold"
+    grid = Grid(f"{title}; {shared}" if shared else title, headers)
+    for name, row in zip(names, summary["workloads"], strict=True):
         times = beside.get(row["workload"], row)
-        cells = [times[f"{name}_ms"] for name in columns]
+        cells = [times[f"{column}_ms"] for column in columns]
         peer = [min(times["peers"].values(), default=None)] if beside else []
-        grid.add(row["workload"], *cells, *peer, row["ratio"], row["limit"])
+        grid.add(name, *cells, *peer, row["ratio"], row["limit"])
     grid.show(console)
+
+
+def short_names(names: Sequence[str]) -> tuple[list[str], str]:
+    """Names of workloads without the axes that all of them share, and those axes."""
+    split = [name.rstrip("]").partition("[") for name in names]
+    axes = [axes.split(",") for _, _, axes in split]
+    shared = [axis for axis in axes[0] if all(axis in each for each in axes)] if len(axes) > 1 else []
+    kept = ([axis for axis in each if axis not in shared] for each in axes)
+    short = [f"{phase} {' '.join(each)}" for (phase, _, _), each in zip(split, kept, strict=True)]
+    return short, " ".join(shared)
 
 
 def _regimes(console: Console, summary: Document, beside: Mapping[str, Document]) -> None:

@@ -1,0 +1,225 @@
+"""The command line as scripts see it: one document on standard output, one sentence for every error, exit codes."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernelbraid.report.failure import ExitCode, classify, sentence
+
+ROOT = Path(__file__).resolve().parent.parent
+STRAIGHTFORWARD = ROOT / "examples" / "roots" / "straightforward.py"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs the command line in an empty folder, with a data folder of its own."""
+
+    def call(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kernelbraid", *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "KERNELBRAID_HOME": str(tmp_path / "home"), **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return call
+
+
+def refused(done: subprocess.CompletedProcess[str], code: ExitCode = ExitCode.BAD_INPUT) -> str:
+    """The one sentence of an error, after checking that it is one."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("kernelbraid: ")]
+    assert len(lines) == 1 and done.stderr.splitlines()[-1] == lines[0]
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study that no audit has touched."""
+    from kernelbraid.search.study import Study
+
+    folder = tmp_path_factory.mktemp("studies") / "fresh"
+    Study.create(folder, "attention", STRAIGHTFORWARD, proposer="external").close()
+    return folder
+
+
+def test_help_names_every_verb(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for verb in (
+        *("env", "ops", "verify", "bench", "selftest", "search", "resume", "show", "diff", "export", "import"),
+        *("promote", "demote", "next", "source", "evidence", "submit", "decide", "audit"),
+    ):
+        assert re.search(rf"^  {verb} ", done.stdout, re.MULTILINE), verb
+
+
+def test_documents_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "pages.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ops(run: Run) -> None:
+    document = json.loads(run("ops", "--json").stdout)
+    [attention] = document["operators"]
+    assert attention["name"] == "attention"
+    assert attention["contract"] == "attention/1"
+    assert attention["backends"] == ["cpu"]
+    assert attention["backward"] is False
+    assert "decode_equals_prefill" in attention["relations"]
+    assert attention["certificates"] == []
+
+
+def test_env(run: Run) -> None:
+    document = json.loads(run("env", "--json").stdout)
+    assert document["architecture"] == "cpu" and document["cores"] >= 1
+    assert document["flops"] > 0 and document["bandwidth"] > 0
+    assert document["versions"]["numpy"] and document["installed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("search", "conv"), "unknown operator 'conv'; operators are attention"),
+        (("search", "attention", "--device", "cuda"), "device cuda"),
+        (("search", "attention", "--device", "tpu"), "'tpu'"),
+        (("search", "attention", "--policy", "loose"), "policy must be one of"),
+        (("search", "attention", "--root", "nowhere.py"), "nowhere.py"),
+        (("bench", "conv"), "unknown operator 'conv'"),
+        (("bench", "attention", "--grid", "none"), "it has study"),
+        (("show", "nowhere"), "there is no study at"),
+        (("resume", "nowhere"), "there is no study at"),
+        (("next", "nowhere"), "there is no study at"),
+        (("demote", "conv"), "unknown operator 'conv'"),
+        (("audit", "run", "nowhere.json", "-o", "results.jsonl"), "nowhere.json"),
+        (("selftest", "--fixture", "gentle"), "no fixture 'gentle'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_sentence(run: Run, tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    assert expected in refused(run(*words))
+    assert not list(tmp_path.rglob("study.db")), "bad input must leave nothing behind"
+
+
+def test_usage_errors(run: Run) -> None:
+    for words in (("frobnicate",), ("search",), ("search", "attention", "--minutes", "soon")):
+        done = run(*words)
+        assert done.returncode == ExitCode.BAD_INPUT
+        assert done.stdout == "" and "Error:" in done.stderr
+
+
+def test_root_must_be_an_implementation(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "root.py").write_text("def attention(): pass\n")
+    assert "must define" in refused(run("search", "attention", "--root", "root.py"))
+    (tmp_path / "root.py").write_text("def attention(:\n")
+    refused(run("search", "attention", "--root", "root.py"))
+    (tmp_path / "root.py").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refused(run("search", "attention", "--root", "root.py"))
+    assert not (tmp_path / "studies").exists()
+
+
+def test_damaged_and_foreign_files(run: Run, tmp_path: Path, study: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "study.db").write_bytes(b"SQLite format 3\0" + b"\x7f" * 4000)
+    refused(run("show", "broken"))
+    (tmp_path / "job.json").write_text('{"format": "something else"}')
+    assert "not a job file" in refused(run("audit", "run", "job.json", "-o", "results.jsonl"))
+    assert not (tmp_path / "results.jsonl").exists()
+    (tmp_path / "study.jsonl").write_text('{"kernelbraid_study": 1\n')
+    assert "line 1" in refused(run("import", "study.jsonl", "-o", "imported"))
+    assert not (tmp_path / "imported").exists()
+    assert "not a results file" in refused(run("audit", "import", study, "job.json"))
+
+
+def test_show_and_source_of_a_fresh_study(run: Run, study: Path) -> None:
+    document = json.loads(run("show", study, "--json").stdout)
+    [root] = document["implementations"]
+    assert root["state"] == "incumbent" and root["implementation"] == document["root"] == document["best"]
+    assert document["audited"] == 0 and document["unequal"] == 0 and document["speedup"] == 1.0
+    shown = json.loads(run("show", study, document["root"][:8], "--json").stdout)
+    assert shown["source"] == STRAIGHTFORWARD.read_text()
+    assert json.loads(run("source", study, document["root"]).stdout)["text"] == shown["source"]
+    assert json.loads(run("evidence", study, document["root"]).stdout)["audits"] == []
+    assert "no implementation" in refused(run("show", study, "abcdef"))
+    assert "promoted nothing" in refused(run("promote", study))
+    assert "no pending audit" in refused(run("audit", "export", study, "-o", "job.json"))
+
+
+def test_next_names_the_task(run: Run, study: Path) -> None:
+    document = json.loads(run("next", study).stdout)
+    assert document["task"]["operator"] == "attention"
+    assert document["incumbent"] == document["root"]
+
+
+def test_submit_refuses(run: Run, study: Path, tmp_path: Path) -> None:
+    root = json.loads(run("next", study).stdout)["root"]
+    (tmp_path / "candidate.py").write_text(STRAIGHTFORWARD.read_text() + "\nX = 1\n")
+    words = ("submit", study, "candidate.py", "--parent", root, "--hypothesis", "none")
+    assert "verified" in refused(run(*words)), "no audit has verified the root yet"
+    assert refused(run("submit", study, "missing.py", "--parent", root, "--hypothesis", "none"))
+    assert "decision must be one of" in refused(run("decide", study, root, "burn", "--reason", "none"))
+
+
+def test_export_and_import(run: Run, study: Path, tmp_path: Path) -> None:
+    done = run("export", study, "-o", "study.jsonl", "--json")
+    assert json.loads(done.stdout)["lines"] > 2
+    assert run("import", "study.jsonl", "-o", "copy").returncode == 0
+    documents = [json.loads(run("show", folder, "--json").stdout) for folder in (study, "copy")]
+    assert documents[0]["implementations"] == documents[1]["implementations"]
+    (tmp_path / "copy" / "more").write_text("")
+    refused(run("import", "study.jsonl", "-o", "copy"))
+
+
+def test_demote_without_a_winner(run: Run) -> None:
+    assert json.loads(run("demote", "attention", "--json").stdout) == {"operator": "attention", "removed": False}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kernelbraid", "ops", "--json"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == ExitCode.STOPPED
+    assert "no space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_classification_of_errors() -> None:
+    cases: list[tuple[BaseException, ExitCode, str]] = [
+        (ValueError("q must be float32\nmore"), ExitCode.BAD_INPUT, "q must be float32"),
+        (RuntimeError("the root does not run"), ExitCode.STOPPED, "the root does not run"),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), ExitCode.STOPPED, "no space left on the device (a/b)"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), ExitCode.STOPPED, "choose a folder you may write to"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), ExitCode.STOPPED, "permission denied (a)"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a"), ExitCode.BAD_INPUT, "no such file (a)"),
+        (MemoryError(), ExitCode.STOPPED, "out of memory"),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED, "interrupted"),
+        (KeyError("x"), ExitCode.DEFECT, "x"),
+        (NotImplementedError(), ExitCode.DEFECT, "NotImplementedError"),
+    ]
+    for error, code, words in cases:
+        assert classify(error) is code
+        assert words in sentence(error)
+        assert "\n" not in sentence(error)
