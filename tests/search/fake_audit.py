@@ -162,6 +162,8 @@ class FakeAudits:
     broken: Callable[[Settings], tuple[Status, str] | None] = broken
     fails_full: Callable[[Settings], bool] = lambda settings: False
     noise: float = 0.01
+    rewritten: Mapping[str, float] = field(default_factory=dict)
+    """SHA-256 of a source -> change of its log latencies, for what the settings do not tell."""
     seconds: Mapping[Level, float] = field(default_factory=lambda: {Level.SCREEN: 6.0, Level.FULL: 30.0})
     before: Callable[[str], None] = lambda where: None
     now: float = 0.0
@@ -238,6 +240,7 @@ class FakeAudits:
                 process = rng.gauss(0.0, self.noise)
                 for workload in job.workloads:
                     log = self.model(settings_of(source), workload.phase) + process
+                    log += self.rewritten.get(source.sha256, 0.0)
                     ms.setdefault((whose, workload.name), []).append(ROOT_MS[workload.phase] * math.exp(log))
             sides = [[ms[whose, each.name] for each in job.workloads] for whose in ("candidate", "incumbent")]
             step = rule.after(*(timing.totals(weights, side) for side in sides))

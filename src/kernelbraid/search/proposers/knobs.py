@@ -29,6 +29,9 @@ WORTH_NEW_BITS = 0.01
 SUSPICION = 0.1
 """An edit that was rejected among other functions is expected to gain this much less (natural log)."""
 
+CIRCUMSTANCES = (Status.TIMED_OUT, Status.OUT_OF_MEMORY, Status.IMPLAUSIBLE)
+"""A rejection that may be the machine's doing: the edit is suspect elsewhere, not ruled out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Declared:
@@ -103,8 +106,9 @@ class _Evidence:
             edit = edits.differences(parent.settings, child.settings)
             if parent.skeleton == child.skeleton and len(edit) == 1:
                 ((name, value),) = edit.items()
-                self._broken[(*child.functions(name), name, value)] = f"{status} at {sha[:12]}"
                 self._suspect.add((name, value))
+                if status not in CIRCUMSTANCES:
+                    self._broken[(*child.functions(name), name, value)] = f"{status} at {sha[:12]}"
 
     def branch_point(self) -> Point | None:
         """The fastest implementation within its limits; a later one takes over if it is faster by STEP."""
