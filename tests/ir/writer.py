@@ -93,10 +93,10 @@ def check_kills(folder: Path, rounds: int) -> None:
     export_study(store := Store.open(folder / "study"), folder / "study.jsonl")
     store.close()
     for number in range(rounds):
-        copy = folder / f"copy {number}"
+        copy, new = folder / f"copy {number}", folder / f"new {number}"
         killed(lambda tell, c=copy: import_study(folder / "study.jsonl", c).close(), rng.uniform(0.0, 0.3))
-        killed(lambda tell, c=copy: new_store(c.with_name("new")).close(), rng.uniform(0.0, 0.05))
-        for path in (copy, copy.with_name("new")):
+        killed(lambda tell, n=new: new_store(n).close(), rng.uniform(0.0, 0.05))
+        for path in (copy, new):
             if path.exists():
                 with Store.open(path) as whole:
                     whole.check()
