@@ -101,8 +101,8 @@ def test_edits_that_gained_are_joined_though_none_could_be_promoted_alone(tmp_pa
         audited(study, fake, *gains, {"DECODE_SPLIT": "chunk"})
         assert study.incumbent == study.root
         joint = next(each for each in proposed(study) if len(changes(study, each)) > 1)
-        assert changes(study, joint) == {"VALUES": "keys_by_4", "PARTITION": "cost"}
-        assert settings_of(joint.source)["QUERY_TILE"] == 32
+        settings = settings_of(joint.source)
+        assert all(gain.items() <= settings.items() for gain in gains)
         assert "each seen to gain" in joint.hypothesis
         study.admit(joint)
         loop.run(study, External(), run_job=fake)
