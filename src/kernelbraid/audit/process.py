@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from kernelbraid.contract import Contract, Source
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ops.problem import Argument, Array, Program, View
 
-__all__ = ["BuildReport", "Limits", "LoadedProgram", "Worker", "WorkerFailure"]
+__all__ = ["BuildReport", "Limits", "LoadedProgram", "Worker", "WorkerFailure", "prune_compiled"]
+
+KEPT_BUILDS = 64
+"""Sources whose compiled code is kept for later processes, the most recent ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +229,20 @@ def _sent(value: Argument) -> int | float | list[Any] | None:
     return [value.buffer, value.start, value.stop] if isinstance(value, View) else value
 
 
+def prune_compiled(cache: Path) -> None:
+    """Remove the oldest folders of compiled code beyond `KEPT_BUILDS`."""
+    with contextlib.suppress(OSError):
+        folders = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        for folder in folders[KEPT_BUILDS:]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _written_source(source: Source, cache: Path) -> Path:
     """The source's file in the cache, written once: its time stamp is a key of its compiled code."""
     file = cache / source.sha256[:32] / "implementation.py"
     with contextlib.suppress(FileNotFoundError):
         if file.read_text() == source.text:
+            os.utime(file.parent)
             return file
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{secrets.token_hex(6)}.tmp")

@@ -1,0 +1,331 @@
+"""The stages of an audit that need processes: building, checking, timing."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernelbraid.audit import environment, tripwires
+from kernelbraid.audit.cases import Process, vacuous
+from kernelbraid.audit.checks import Memory, check
+from kernelbraid.audit.drawings import Plan
+from kernelbraid.audit.measure import (
+    MARGIN,
+    Block,
+    Contender,
+    ContenderFailure,
+    Round,
+    Rounds,
+    TooSlow,
+    repeat_by_twin,
+)
+from kernelbraid.audit.pools import Machine, TimedProgram
+from kernelbraid.audit.process import BuildReport, Worker, WorkerFailure
+from kernelbraid.audit.timing import Sequential, Step, bound, smallest_gain, totals
+from kernelbraid.contract import Source, content_hash
+from kernelbraid.ir.evidence import Measurement, Status, Verdict
+from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program
+
+ROLES = ("root", "incumbent", "candidate")
+
+
+class Ended(Exception):  # noqa: N818 - a result
+    """An audit ends here: how, and why."""
+
+    def __init__(self, status: Status, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.output = output
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A worker whose implementation is compiled, with one report for each set of constant axes."""
+
+    worker: Worker
+    reports: tuple[BuildReport, ...]
+    bits_ids: tuple[str, ...]
+
+    @property
+    def bits_id(self) -> str:
+        """One bits id, whatever the number of sets of constant axes."""
+        return self.bits_ids[0] if len(self.bits_ids) == 1 else content_hash(self.bits_ids)[:16]
+
+    @property
+    def numerics(self) -> dict[str, int]:
+        return self.reports[0].numerics
+
+
+def build(
+    worker: Worker,
+    operator: Operator,
+    constant_axes: Sequence[Mapping[str, int]],
+    dtype: str,
+    architecture: str,
+) -> Built:
+    """Import, ask for numerics and edges, and compile by a small call in every regime.
+
+    Raises WorkerFailure.
+    """
+    reports = tuple(worker.build(operator.contract, axes) for axes in constant_axes)
+    for axes in constant_axes:
+        constant = tuple((a.name, axes[a.name]) for a in operator.contract.axes if a.constant)
+        for regime in operator.regimes:
+            rows = (1, 1) if regime == "decode" else (3, 40)
+            shape = ProblemShape(constant, (3, 40), rows, "normal", dtype)
+            problem = operator.draw(shape, np.random.default_rng(0))
+            worker.execute(operator.lower(problem, Layout(regime, (0, 1))))
+    ids = (
+        operator.contract.bits_id(report.numerics, dtype, axes, architecture)
+        for report, axes in zip(reports, constant_axes, strict=True)
+    )
+    return Built(worker, reports, tuple(ids))
+
+
+def tripped(source: Source) -> Ended | None:
+    """How an audit ends at the tripwires, if it does."""
+    try:
+        findings = tripwires.scan(source.text)
+    except (SyntaxError, ValueError, MemoryError) as error:
+        return Ended(Status.BUILD_FAILED, f"the source cannot be parsed: {error}")
+    if findings:
+        more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
+        return Ended(Status.TRIPWIRE, f"{findings[0]}{more}")
+    return None
+
+
+class Hands:
+    """Runs the checks' programs in the processes that they name.
+
+    Args:
+        workers: how to get each process; called at its first use.
+    """
+
+    def __init__(self, workers: Mapping[Process, Callable[[], Worker]]) -> None:
+        self._workers = workers
+
+    def run(self, program: Program, process: Process) -> Mapping[str, Array]:
+        worker = self._workers[process]()
+        try:
+            return worker.execute(program)
+        except WorkerFailure as failure:
+            if process == "root":
+                raise RuntimeError(f"the root failed in a check: {failure.reason}") from failure
+            raise
+
+
+def run_checks(
+    operator: Operator,
+    plan: Plan,
+    hands: Hands,
+    verdicts: dict[str, Verdict],
+    deadline: float | None,
+    told: Callable[[str, float], None],
+) -> None:
+    """Check every requirement that a plan asks something of, and add the verdicts to those before.
+
+    Raises:
+        Ended: a requirement does not hold, a worker failed, or the time is over.
+    """
+    memory = Memory(operator, hands)
+    wanted = [r for r in operator.contract.requirements if not vacuous(r, plan)]
+    for number, requirement in enumerate(wanted):
+        told(requirement.id, number / len(wanted))
+        try:
+            verdict = check(operator, requirement, plan, hands, deadline, memory)
+        except TimeoutError as error:
+            raise Ended(Status.INTERRUPTED, str(error)) from error
+        except WorkerFailure as failure:
+            reason = f"{failure.reason}, in a check of {requirement.id}"
+            raise Ended(failure.status, reason, failure.output) from failure
+        verdicts[requirement.id] = _together(verdicts.get(requirement.id), verdict)
+        if not verdict.held:
+            status = Status.INACCURATE if requirement.kind == "accuracy" else Status.BITS_UNEQUAL
+            raise Ended(status, _failed(requirement.id, verdict))
+
+
+def _together(before: Verdict | None, now: Verdict) -> Verdict:
+    if before is None:
+        return now
+    errors = [error for error in (before.error, now.error) if error is not None]
+    return Verdict(
+        now.requirement,
+        before.held and now.held,
+        before.cases + now.cases,
+        before.comparisons + now.comparisons,
+        max(errors) if errors else None,
+        now.difference or before.difference,
+    )
+
+
+def _failed(requirement: str, verdict: Verdict) -> str:
+    found = verdict.difference
+    if found is None:
+        return f"{requirement} does not hold"
+    return f"{requirement} does not hold: {found.place}: {found.left} is not {found.right}"
+
+
+def warm_specialisations(worker: Worker, programs: Sequence[TimedProgram]) -> tuple[str, ...]:
+    """Let the checks' process make one call of every timed program, and list what it has compiled by then."""
+    for program in programs:
+        loaded = worker.begin_load(program.program, program.inputs, calls=1)
+        worker.finish()
+        worker.drop(loaded)
+    return worker.specialisations()
+
+
+def contenders_of(
+    sources: Sequence[Source],
+    entry_points: tuple[str, ...],
+    programs: tuple[TimedProgram, ...],
+    agrees: bool,
+    separate: bool,
+) -> tuple[list[Contender], dict[str, str]]:
+    """Who is timed, and which contender stands for each role.
+
+    Args:
+        sources: of the root, the incumbent and the candidate.
+        entry_points: the operator's.
+        programs: what they are timed on.
+        agrees: the candidate has the root's bits id, so that its timed outputs must have the root's bits.
+        separate: equal sources get processes of their own all the same.
+    """
+    of: dict[str, str] = {}
+    contenders: list[Contender] = []
+    for role, source in zip(ROLES, sources, strict=True):
+        same = [] if separate else [c.name for c in contenders if c.source.sha256 == source.sha256]
+        of[role] = same[0] if same else role
+        if not same:
+            judged = role == "candidate"
+            like, twin = ("root", False) if agrees else (None, True)
+            contenders.append(
+                Contender(
+                    role, source, entry_points, programs, like if judged else None, judged and twin, judged
+                )
+            )
+    return contenders, of
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a timing found."""
+
+    step: Step
+    reason: str
+    rounds: tuple[Round, ...]
+
+    def measurements(
+        self, programs: Sequence[TimedProgram], of: Mapping[str, str]
+    ) -> tuple[Measurement, ...]:
+        """One measurement a workload; `of` maps roles to contenders."""
+        return tuple(
+            Measurement(
+                workload=program.workload.name,
+                phase=program.workload.phase,
+                weight=program.workload.weight,
+                limit=program.workload.limit,
+                protocol="cold",
+                candidate_ms=tuple(r.ms[of["candidate"]][index] for r in self.rounds),
+                root_ms=tuple(r.ms[of["root"]][index] for r in self.rounds),
+                incumbent_ms=tuple(r.ms[of["incumbent"]][index] for r in self.rounds),
+                calls=2 * program.calls * len(self.rounds),
+                bound_ms=program.bound_ms,
+            )
+            for index, program in enumerate(programs)
+            if self.rounds
+        )
+
+
+def run_timing(
+    rounds: Rounds,
+    programs: Sequence[TimedProgram],
+    of: Mapping[str, str],
+    rule: Sequential,
+    allowed: Sequence[str],
+    deadline: float | None,
+    told: Callable[[str, float, dict[str, float]], None],
+) -> Timing:
+    """Measure rounds until the rule has enough.
+
+    Args:
+        rounds: the contenders.
+        programs: what they are timed on.
+        of: role -> contender.
+        rule: when to stop.
+        allowed: specialisations that the checks have seen; timing may launch no other.
+        deadline: a time of `time.monotonic()` after which no round begins.
+        told: progress.
+
+    Raises:
+        Ended: the candidate failed, launched something new, or the time is over.
+        RuntimeError: the root or the incumbent failed.
+    """
+    weights = [program.workload.weight for program in programs]
+    done: list[Round] = []
+    step = Step.CONTINUE
+    while step is Step.CONTINUE:
+        if deadline is not None and time.monotonic() > deadline:
+            raise Ended(Status.INTERRUPTED, "the time for this audit ended while it was timed")
+        try:
+            done.append(rounds.measure())
+        except TooSlow as slow:
+            return Timing(Step.HOPELESS, str(slow), tuple(done))
+        except ContenderFailure as failed:
+            raise _blamed(failed, of) from failed
+        new = set(done[-1].specialisations.get(of["candidate"], ())) - set(allowed)
+        if new:
+            raise Ended(Status.TAMPERED, f"timing launched what the checks had not: {min(new)}")
+        mine, theirs = (
+            totals(weights, list(zip(*(r.ms[of[role]] for r in done), strict=True)))
+            for role in ("candidate", "incumbent")
+        )
+        step = rule.after(mine, theirs)
+        ratio, upper, _ = bound(mine, theirs, rule.confidence)
+        gain = smallest_gain(mine, theirs, rule.confidence)
+        data = {"ratio": ratio, "upper": upper, "smallest_gain": gain}
+        message = f"{len(done)} processes: {ratio:.4f} of the incumbent's time"
+        told(message, len(done) / rule.most, {k: v for k, v in data.items() if math.isfinite(v)})
+    reason = (
+        f"{ratio:.4f} of the incumbent's time after {len(done)} processes" if step is Step.HOPELESS else ""
+    )
+    return Timing(step, reason, tuple(done))
+
+
+def _blamed(failed: ContenderFailure, of: Mapping[str, str]) -> Exception:
+    if failed.name != of["candidate"]:
+        return RuntimeError(f"the {failed.name} failed while it was timed: {failed.failure.reason}")
+    return Ended(failed.failure.status, failed.failure.reason, failed.failure.output)
+
+
+def check_twin(start: Callable[[], Worker], rounds: Sequence[Round]) -> None:
+    """Compare what was timed with another process of the candidate; raises Ended where bits differ."""
+    blocks: list[Block] = [block for each in rounds for block in each.blocks]
+    if not blocks:
+        return
+    try:
+        with start() as twin:
+            twin.build()
+            repeat_by_twin(twin, blocks)
+    except WorkerFailure as failure:
+        raise Ended(failure.status, failure.reason, failure.output) from failure
+
+
+def check_plausible(
+    operator: Operator, machine: Machine, programs: Sequence[TimedProgram], measured: Sequence[Measurement]
+) -> None:
+    """Refuse times below what the machine's rates allow; the rates are measured once more before that.
+
+    Raises Ended.
+    """
+    for program, measurement in zip(programs, measured, strict=True):
+        fastest = min(measurement.candidate_ms)
+        if fastest * MARGIN >= program.bound_ms:
+            continue
+        flops, bandwidth = environment.measured_rates(again=True)
+        least = Machine(machine.cache_bytes, flops, bandwidth).bound_ms(operator, program.workload)
+        if fastest * MARGIN < least:
+            reason = f"{fastest:.4g} ms for {program.workload.name}, where this machine needs {least:.4g} ms"
+            raise Ended(Status.IMPLAUSIBLE, reason)
