@@ -69,6 +69,7 @@ class Database:
         return database
 
     def close(self) -> None:
+        """Close every connection."""
         self._engine.dispose()
 
     @contextmanager

@@ -172,10 +172,12 @@ def require_known(session: Session, column: Any, values: Iterable[str], argument
 
 
 def incumbent_hash(session: Session) -> str:
+    """The hash of the present incumbent."""
     return str(session.scalar(select(INCUMBENT.c.sha256)))
 
 
 def is_open(session: Session, opportunity: int) -> bool:
+    """Whether an opportunity exists and is not closed."""
     return bool(session.scalar(select(exists().where(OPEN_OPPORTUNITY.c.id == opportunity))))
 
 

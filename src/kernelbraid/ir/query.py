@@ -112,6 +112,7 @@ class Totals:
 
 
 def root(store: Store) -> Implementation:
+    """The implementation that the study started from."""
     return store.implementation(store.study.root)
 
 
@@ -148,6 +149,7 @@ def without_evidence(store: Store) -> list[Implementation]:
 
 
 def is_verified(store: Store, sha256: str) -> bool:
+    """Whether the implementation of that whole hash is a branch point."""
     with store.read() as session:
         return bool(session.scalar(select(exists().where(VERIFIED.c.sha256 == sha256))))
 

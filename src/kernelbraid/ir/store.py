@@ -169,6 +169,7 @@ class Store:
             raise
 
     def close(self) -> None:
+        """Let go of the database; records that were returned stay readable."""
         self._database.close()
 
     def __enter__(self) -> Self:
