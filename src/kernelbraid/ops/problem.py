@@ -145,21 +145,6 @@ Rows = dict[tuple[str, int], Array]
 """(quantity, request) -> rows along the leading axis, in the request's own order."""
 
 
-def gather(program: Program, outputs: Mapping[str, Array], rows_per_request: tuple[int, ...]) -> Rows:
-    """Collect each request's rows from a finished program's outputs; each row must be covered once."""
-    pieces: dict[tuple[str, int], list[tuple[int, Array]]] = {}
-    for span in program.spans:
-        block = np.moveaxis(outputs[span.buffer], span.axis, 0)[span.start : span.stop]
-        pieces.setdefault((span.quantity, span.request), []).append((span.first_row, block))
-    rows: Rows = {}
-    for key, blocks in pieces.items():
-        blocks.sort(key=lambda item: item[0])
-        joined = np.concatenate([block for _, block in blocks])
-        assert joined.shape[0] == rows_per_request[key[1]], (key, joined.shape, rows_per_request[key[1]])
-        rows[key] = np.ascontiguousarray(joined)
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Somebody else's implementation that a benchmark runs beside ours."""
@@ -210,3 +195,5 @@ class Operator:
     peers: tuple[Peer, ...]
     peer_file: str
     """File in the operator's folder with the peers' entry points; needs torch."""
+    scopes: tuple[Mapping[str, int], ...] = ()
+    """Sets of constant axes that a verification covers beside those of the grids."""
