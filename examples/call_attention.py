@@ -1,4 +1,4 @@
-"""Prefill a prompt into a paged cache, decode one token, and find the same bits in the packed forward of the update."""
+"""Prefill a prompt, decode one token, and find the same bits in the packed forward of the update."""
 
 import torch
 

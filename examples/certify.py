@@ -7,5 +7,6 @@ from kernelbraid.ops import get
 if __name__ == "__main__":
     report = verify(get("attention"), level=Level.SCREEN)
     for verdict in report.verdicts:
-        print(f"{verdict.requirement}: {verdict.comparisons:,} compared, {'held' if verdict.held else 'BROKEN'}")
+        outcome = "held" if verdict.held else "BROKEN"
+        print(f"{verdict.requirement}: {verdict.comparisons:,} compared, {outcome}")
     print(f"{report.comparisons:,} comparisons, {report.unequal} unequal, {report.seconds:.1f} s")

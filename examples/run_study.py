@@ -18,4 +18,5 @@ if __name__ == "__main__":
     with study:
         ending = loop.run(study, KnobProposer(), progress=lambda each: print(each.stage, each.message))
         found = study.summary()
-    print(f"{ending}: {found['audited']} audited, {found['verified']} verified, speedup {found['speedup']:.2f}")
+    counts = f"{found['audited']} audited, {found['verified']} verified"
+    print(f"{ending}: {counts}, speedup {found['speedup']:.2f}")

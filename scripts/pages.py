@@ -19,9 +19,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH = 100
 CLI = """# Command line
 
-Made by `make docs` from `--help`; do not edit. Every verb prints tables for people, or with `--json` one JSON
-document on standard output and nothing else there. Progress, warnings and errors go to standard error. Colours
-and rules appear on a terminal only.
+Made by `make docs` from `--help`; do not edit. Every verb prints tables for people, or with `--json` one
+JSON document on standard output and nothing else there. Progress, warnings and errors go to standard error.
+Colours and rules appear on a terminal only.
 
 | exit code | meaning |
 |---|---|
@@ -81,7 +81,7 @@ def _sections(contract: Contract) -> Iterator[str]:
     relations = [(f"`{r.name}`", r.statement, ", ".join(r.regimes)) for r in contract.relations]
     yield _table(("relation", "statement", "regimes"), relations)
     bounds = [
-        (f"`accuracy_{b.quantity}`", f"{b.factor:g} times the vendor's error, or {b.floor:g}", ", ".join(b.regimes))
+        (f"`accuracy_{b.quantity}`", f"{b.factor:g} times the vendor's, or {b.floor:g}", ", ".join(b.regimes))
         for b in contract.accuracy
     ]
     yield _table(("accuracy", "relative error against float64, at most", "regimes"), bounds)
@@ -94,7 +94,8 @@ def _range(low: int, high: int, choices: tuple[int, ...] | None) -> str:
 
 def _table(headers: tuple[str, ...], rows: Any) -> str:
     lines = [headers, ("---",) * len(headers), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in lines)
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells) + "\n"
 
 
 def main() -> int:

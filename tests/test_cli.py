@@ -1,4 +1,4 @@
-"""The command line as scripts see it: one document on standard output, one sentence for every error, exit codes."""
+"""The command line as scripts see it: one document on standard output, one sentence an error, exit codes."""
 
 import errno
 import json
@@ -60,7 +60,19 @@ def test_help_names_every_verb(run: Run) -> None:
     done = run("--help")
     assert done.returncode == 0
     for verb in (
-        *("env", "ops", "verify", "bench", "selftest", "search", "resume", "show", "diff", "export", "import"),
+        *(
+            "env",
+            "ops",
+            "verify",
+            "bench",
+            "selftest",
+            "search",
+            "resume",
+            "show",
+            "diff",
+            "export",
+            "import",
+        ),
         *("promote", "demote", "next", "source", "evidence", "submit", "decide", "audit"),
     ):
         assert re.search(rf"^  {verb} ", done.stdout, re.MULTILINE), verb
@@ -188,7 +200,10 @@ def test_export_and_import(run: Run, study: Path, tmp_path: Path) -> None:
 
 
 def test_demote_without_a_winner(run: Run) -> None:
-    assert json.loads(run("demote", "attention", "--json").stdout) == {"operator": "attention", "removed": False}
+    assert json.loads(run("demote", "attention", "--json").stdout) == {
+        "operator": "attention",
+        "removed": False,
+    }
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -210,8 +225,16 @@ def test_classification_of_errors() -> None:
     cases: list[tuple[BaseException, ExitCode, str]] = [
         (ValueError("q must be float32\nmore"), ExitCode.BAD_INPUT, "q must be float32"),
         (RuntimeError("the root does not run"), ExitCode.STOPPED, "the root does not run"),
-        (OSError(errno.ENOSPC, "No space left on device", "a/b"), ExitCode.STOPPED, "no space left on the device (a/b)"),
-        (OSError(errno.EROFS, "Read-only file system", "a"), ExitCode.STOPPED, "choose a folder you may write to"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/b"),
+            ExitCode.STOPPED,
+            "no space left on the device (a/b)",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "a"),
+            ExitCode.STOPPED,
+            "choose a folder you may write to",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "a"), ExitCode.STOPPED, "permission denied (a)"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a"), ExitCode.BAD_INPUT, "no such file (a)"),
         (MemoryError(), ExitCode.STOPPED, "out of memory"),

@@ -129,6 +129,42 @@ def ops_(as_json: Json = False) -> None:
 
 
 @app.command()
+def verify(
+    operators: Annotated[
+        list[str] | None, typer.Argument(help="Operators; default: all.", metavar="[OPERATOR]...")
+    ] = None,
+    level: Annotated[str, typer.Option(help="screen draws less than full, over the same scopes.")] = "full",
+    case: Annotated[str | None, typer.Option(help="Repeat this one case alone.", metavar="ID")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Certify this machine if everything holds.")] = False,
+    evidence: Annotated[
+        bool,
+        typer.Option("--evidence", help="Check committed certificates and benchmarks; nothing is run."),
+    ] = False,
+    folder: Annotated[Path | None, typer.Option(help="Where committed evidence lives.")] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Check every relation and accuracy bound of the implementation in use, all bits as integers."""
+    from kernelbraid.report import documents, table
+    from kernelbraid.report.progress import Watch
+
+    if evidence:
+        document = documents.committed(folder)
+        held = not document["mismatched"]
+        show_ = table.committed
+    elif case is not None:
+        document = documents.one_case(case, device)
+        held, show_ = document["held"], table.one_case
+    else:
+        with Watch() as watch:
+            document = documents.verified(operators or [], device, level, local, watch.checking)
+        held, show_ = document["held"], table.verified
+    emit(document) if as_json else show_(out(), document)
+    if not held:
+        failed()
+
+
+@app.command()
 def bench(
     operator: OperatorName,
     grid: Annotated[str, typer.Option(help="Name of one of the operator's grids, or all.")] = "all",
@@ -313,9 +349,7 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")],
-    to: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of the new study.", metavar="FOLDER")
-    ],
+    to: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new study.", metavar="FOLDER")],
     as_json: Json = False,
 ) -> None:
     """Make a study folder from an exported file, whole or not at all."""

@@ -51,6 +51,11 @@ class Watch:
         elif self._status is not None:
             self._status.update(text)
 
+    def checking(self, what: str, fraction: float) -> None:
+        """Show what a verification checks."""
+        if self._status is not None:
+            self._status.update(f"{what}{_share(fraction)}")
+
     def _keep(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 

@@ -143,6 +143,44 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def verified(console: Console, document: Document) -> None:
+    """One line a relation and regime, then what failed."""
+    for report in document["operators"]:
+        title = (
+            f"{report['contract']} on {report['backend']}, {report['implementation'][:12]}, {report['level']}"
+        )
+        grid = Grid(title, ("relation", "regime", "cases", "comparisons", "unequal", "error/bound", "held"))
+        for row in report["relations"]:
+            cells = [row[name] for name in ("relation", "regime", "cases", "comparisons", "unequal", "error")]
+            grid.add(*cells, "yes" if row["held"] else "NO")
+        grid.show(console)
+        for row in report["relations"]:
+            if not row["held"]:
+                line(console, failure({**row, "difference": row["first_difference"]}))
+        for missing in report["untested"]:
+            line(console, f"not tested: {missing['requirement']}: {missing['reason']}")
+        counts = f"{report['comparisons']:,} comparisons, {report['unequal']:,} unequal"
+        line(console, f"{counts}, {report['seconds']:.1f} s")
+        if report["certificate"]:
+            line(console, f"certificate: {report['certificate']}")
+
+
+def one_case(console: Console, document: Document) -> None:
+    """A case that was repeated alone."""
+    if document["held"]:
+        line(console, f"{document['case']}: holds, {document['comparisons']:,} compared")
+    else:
+        line(console, failure(document))
+
+
+def committed(console: Console, document: Document) -> None:
+    """What became of committed certificates and benchmarks."""
+    for problem in document["problems"]:
+        line(console, f"{problem['file']}: {problem['reason']}")
+    counts = ("certificates", "benchmarks", "mismatched")
+    facts(console, "", {name: document[name] for name in counts})
+
+
 def bench(console: Console, document: Document) -> None:
     """Rows of a benchmark; the fastest peer stands beside ours."""
     environment = document["environment"]
