@@ -218,6 +218,21 @@ def check_all(
             yield check(operator, requirement, plan, runner, deadline, memory)
 
 
+def together(before: Verdict | None, now: Verdict) -> Verdict:
+    """Join two verdicts on one requirement, such as those of two levels or two sets of constant axes."""
+    if before is None:
+        return now
+    errors = [error for error in (before.error, now.error) if error is not None]
+    return Verdict(
+        now.requirement,
+        before.held and now.held,
+        before.cases + now.cases,
+        before.comparisons + now.comparisons,
+        max(errors) if errors else None,
+        before.difference or now.difference,
+    )
+
+
 def run_case(operator: Operator, case: Case, memory: Memory) -> Verdict:
     """Run one case and return its verdict."""
     left = memory.rows(case.shape, case.seed, case.left)

@@ -1,0 +1,487 @@
+"""Verification of what is shipped or installed: the whole relation suite, certificates, committed evidence."""
+
+import ast
+import json
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernelbraid import ops
+from kernelbraid.audit.cases import Case, Process, rebuild, vacuous
+from kernelbraid.audit.checks import Memory, check, run_case, together
+from kernelbraid.audit.drawings import Plan
+from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.orders import harness_hash
+from kernelbraid.audit.process import Limits, Worker, WorkerFailure
+from kernelbraid.audit.stages import Built, Hands, build
+from kernelbraid.contract import Requirement, Source
+from kernelbraid.ir.evidence import Certificate, Environment, Level, Verdict
+from kernelbraid.ops import installed
+from kernelbraid.ops.problem import Operator
+
+Progress = Callable[[str, float], None]
+"""Told what is being checked, and which fraction is done."""
+
+LIMITS = Limits(build_seconds=300.0, run_seconds=300.0, memory_bytes=8 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a verification found."""
+
+    operator: Operator
+    backend: str
+    source: Source
+    against: Source | None
+    """The second implementation that bits were compared with."""
+    level: Level
+    seed: int
+    verdicts: tuple[Verdict, ...]
+    bits_ids: tuple[tuple[str, str], ...]
+    """(constant axes and dtype, bits id)."""
+    untested: tuple[tuple[str, str], ...]
+    """(requirement, why it was not tested)."""
+    specialisations: tuple[str, ...]
+    environment: Environment
+    seconds: float
+
+    @property
+    def held(self) -> bool:
+        return all(verdict.held for verdict in self.verdicts)
+
+    @property
+    def comparisons(self) -> int:
+        return sum(verdict.comparisons for verdict in self.verdicts)
+
+    @property
+    def unequal(self) -> int:
+        return sum(verdict.difference.unequal for verdict in self.verdicts if verdict.difference is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form scripts read."""
+        return {
+            "operator": self.operator.name,
+            "contract": self.operator.contract.name,
+            "backend": self.backend,
+            "implementation": self.source.sha256,
+            "against": self.against.sha256 if self.against is not None else None,
+            "level": self.level.value,
+            "seed": self.seed,
+            "held": self.held,
+            "comparisons": self.comparisons,
+            "unequal": self.unequal,
+            "relations": [_line(verdict) for verdict in self.verdicts],
+            "untested": [{"requirement": name, "reason": reason} for name, reason in self.untested],
+            "bits_ids": dict(self.bits_ids),
+            "environment": {**asdict(self.environment), "versions": dict(self.environment.versions)},
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def _line(verdict: Verdict) -> dict[str, Any]:
+    name, regime = verdict.requirement.split("/")[2:]
+    difference = verdict.difference
+    return {
+        "requirement": verdict.requirement,
+        "relation": name,
+        "regime": regime,
+        "held": verdict.held,
+        "cases": verdict.cases,
+        "comparisons": verdict.comparisons,
+        "unequal": difference.unequal if difference is not None else 0,
+        "error": verdict.error,
+        "first_difference": asdict(difference) if difference is not None else None,
+    }
+
+
+def in_use(operator: Operator, backend: str) -> Source:
+    """Return the source that the public operator runs on this machine: the installed winner, or the shipped one."""
+    ops.source(operator, backend)
+    winner = installed.active(operator.name, "cpu", installed.cpu_model()) if backend == "cpu" else None
+    return winner or ops.source(operator, backend)
+
+
+def second_implementation(operator: Operator, backend: str) -> Source | None:
+    """Return another implementation to compare bits with, None where there is no other.
+
+    That is the next shipped one, or in a checkout a file of `examples/roots` with all entry points.
+    """
+    others = operator.backends[backend][1:]
+    if others:
+        return ops.source(operator, backend, others[0])
+    roots = Path(__file__).resolve().parents[3] / "examples" / "roots"
+    for path in sorted(roots.glob("*.py")) if backend == "cpu" else ():
+        source = Source(path.read_text(encoding="utf-8"), label=path.name)
+        defined = {node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)}
+        if defined >= set(operator.entry_points):
+            return source
+    return None
+
+
+def with_numerics(source: Source, numerics: Mapping[str, int]) -> Source:
+    """Return the source with its numeric knobs set to these values; constants it does not have stay out."""
+    text = source.text
+    for name, value in numerics.items():
+        text = re.sub(rf"(?m)^({re.escape(name.upper())} = )\d+$", rf"\g<1>{value}", text)
+    return Source(text, label=source.label)
+
+
+def verify(
+    operator: Operator,
+    *,
+    backend: str = "cpu",
+    level: Level = Level.FULL,
+    source: Source | None = None,
+    against: Source | None = None,
+    seed: int | None = None,
+    progress: Progress = lambda _, __: None,
+) -> Report:
+    """Check every requirement of an operator's contract over its scopes, and go on after one that fails.
+
+    Args:
+        operator: what to verify.
+        backend: `cpu` or `cuda`.
+        level: `screen` draws less, over the same scopes.
+        source: an implementation; by default the one in use on this machine.
+        against: another implementation, whose bits must be equal where its bits id is; by default found.
+        seed: of the inputs; by default drawn.
+        progress: told of every requirement.
+
+    Raises:
+        ValueError: no such backend or device.
+        RuntimeError: an implementation does not build, crashes or hangs.
+    """
+    environment = fingerprint(backend, rates=False)
+    source = source or in_use(operator, backend)
+    against = against or second_implementation(operator, backend)
+    seed = secrets.randbits(31) if seed is None else seed
+    start = time.perf_counter()
+    found: dict[str, Verdict] = {}
+    bits_ids: list[tuple[str, str]] = []
+    untested: dict[str, str] = {}
+    scopes = scopes_of(operator)
+    with _Bench(operator, environment.architecture) as bench:
+        for number, axes in enumerate(scopes):
+            main = bench.built(source, axes)
+            root, reason = bench.agreeing(against, main, axes)
+            fresh = bench.fresh(source, axes)
+            bits_ids.append((_scope_text(operator, axes), main.bits_id))
+            plan = _plan(operator, level, axes, main, seed, root is not None)
+            hands = Hands(_processes(main, fresh, root))
+            wanted = [r for r in operator.contract.requirements if not vacuous(r, plan)]
+            for missing in operator.contract.requirements:
+                if missing not in wanted:
+                    untested[missing.id] = reason
+            for done, verdict in enumerate(_verdicts(operator, plan, hands, wanted)):
+                found[verdict.requirement] = together(found.get(verdict.requirement), verdict)
+                fraction = (number + (done + 1) / len(wanted)) / len(scopes)
+                progress(f"{_scope_text(operator, axes)}: {verdict.requirement}", fraction)
+            fresh.worker.kill()
+        specialisations = bench.built(source, scopes[0]).worker.specialisations()
+    return Report(
+        operator=operator,
+        backend=backend,
+        source=source,
+        against=against,
+        level=level,
+        seed=seed,
+        verdicts=tuple(found.values()),
+        bits_ids=tuple(bits_ids),
+        untested=tuple((name, reason) for name, reason in untested.items() if name not in found),
+        specialisations=specialisations,
+        environment=environment,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def verify_case(
+    operator: Operator, case_id: str, *, backend: str = "cpu", source: Source | None = None
+) -> tuple[Case, Verdict]:
+    """Rebuild one case from its id and run it alone.
+
+    Raises:
+        ValueError: the id is not one of this operator's cases, or it needs a second implementation.
+        RuntimeError: an implementation does not build, crashes or hangs.
+    """
+    environment = fingerprint(backend, rates=False)
+    case, plan = rebuild(operator, case_id)
+    source = source or in_use(operator, backend)
+    axes = plan.constant_axes[0]
+    with _Bench(operator, environment.architecture) as bench:
+        main = bench.built(source, axes)
+        root: Built | None = None
+        if case.right is not None and case.right.process == "root":
+            root, reason = bench.agreeing(second_implementation(operator, backend), main, axes)
+            if root is None:
+                raise ValueError(f"{case_id} cannot be run: {reason}")
+        hands = Hands(_processes(main, bench.fresh(source, axes), root))
+        with _named(case_id):
+            return case, run_case(operator, case, Memory(operator, hands))
+
+
+def scopes_of(operator: Operator) -> tuple[dict[str, int], ...]:
+    """Every set of constant axes that a verification covers: those stated, and those of the workloads."""
+    names = [axis.name for axis in operator.contract.axes if axis.constant]
+    stated = [dict(scope) for scope in operator.scopes]
+    used = [
+        {name: value for name in names if isinstance(value := workload.shape.get(name), int)}
+        for grid in operator.grids.values()
+        for workload in grid
+    ]
+    found: list[dict[str, int]] = []
+    for scope in (*used, *stated):
+        if len(scope) == len(names) and scope not in found:
+            found.append(scope)
+    return tuple(found)
+
+
+class _Bench:
+    """The workers of a verification."""
+
+    def __init__(self, operator: Operator, architecture: str) -> None:
+        self._operator = operator
+        self._architecture = architecture
+        self._stack = ExitStack()
+        self._workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> "_Bench":
+        self._scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kernelbraid-")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def built(self, source: Source, axes: Mapping[str, int]) -> Built:
+        """A source in a process that it keeps, built for these axes."""
+        if source.sha256 not in self._workers:
+            self._workers[source.sha256] = self._start(source)
+        return self._build(self._workers[source.sha256], axes)
+
+    def fresh(self, source: Source, axes: Mapping[str, int]) -> Built:
+        """A source in a new process."""
+        return self._build(self._start(source), axes)
+
+    def agreeing(
+        self, against: Source | None, main: Built, axes: Mapping[str, int]
+    ) -> tuple[Built | None, str]:
+        """The second implementation with the first one's numerics, or None and the reason."""
+        if against is None:
+            return None, "there is no second implementation"
+        other = self.built(with_numerics(against, main.numerics), axes)
+        if other.bits_id != main.bits_id:
+            return None, f"{against.label or against.short} has other numerics"
+        return other, ""
+
+    def _start(self, source: Source) -> Worker:
+        entry_points = self._operator.entry_points
+        compiled = installed.home() / "compiled"
+        worker = Worker(source, entry_points, scratch=self._scratch, cache=compiled, limits=LIMITS)
+        self._stack.callback(worker.kill)
+        return worker
+
+    def _build(self, worker: Worker, axes: Mapping[str, int]) -> Built:
+        try:
+            dtype = self._operator.contract.dtypes[0]
+            return build(worker, self._operator, (axes,), dtype, self._architecture)
+        except WorkerFailure as failure:
+            name = worker.source.label or worker.source.short
+            raise RuntimeError(f"{name} does not build: {failure.reason}") from failure
+
+
+def _processes(main: Built, fresh: Built, root: Built | None) -> dict[Process, Callable[[], Worker]]:
+    processes: dict[Process, Callable[[], Worker]] = {"main": lambda: main.worker, "fresh": lambda: fresh.worker}
+    if root is not None:
+        processes["root"] = lambda: root.worker
+    return processes
+
+
+def _plan(
+    operator: Operator, level: Level, axes: dict[str, int], main: Built, seed: int, root_agrees: bool
+) -> Plan:
+    dtype, report = operator.contract.dtypes[0], main.reports[0]
+    return Plan(level, (axes,), report.numerics, report.edges, dtype, seed, root_agrees)
+
+
+def _verdicts(
+    operator: Operator, plan: Plan, hands: Hands, wanted: Sequence[Requirement]
+) -> Iterator[Verdict]:
+    memory = Memory(operator, hands)
+    for requirement in wanted:
+        with _named(requirement.id):
+            yield check(operator, requirement, plan, hands, memory=memory)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """A worker's failure as an error that says where it happened."""
+    try:
+        yield
+    except WorkerFailure as failure:
+        raise RuntimeError(f"{failure.reason}, in a check of {what}") from failure
+
+
+def _scope_text(operator: Operator, axes: Mapping[str, int]) -> str:
+    constant = ",".join(f"{a.name}={axes[a.name]}" for a in operator.contract.axes if a.constant)
+    return f"{constant},{operator.contract.dtypes[0]}"
+
+
+# ---- Certificates
+
+
+def certificate(report: Report) -> Certificate:
+    """Return the certificate that a report amounts to.
+
+    Raises:
+        ValueError: a requirement does not hold, was not tested, or only a screen was done.
+    """
+    contract = report.operator.contract
+    if not report.held:
+        failed = next(verdict.requirement for verdict in report.verdicts if not verdict.held)
+        raise ValueError(f"{failed} does not hold: no certificate")
+    if report.level is not Level.FULL:
+        raise ValueError(f"a certificate needs a full verification, not a {report.level}")
+    files = [f for f in report.operator.backends[report.backend]]
+    shipped = {ops.source(report.operator, report.backend, f).sha256: f for f in files}
+    return Certificate(
+        operator=report.operator.name,
+        contract=contract.hash,
+        implementation=report.source.sha256,
+        file=shipped.get(report.source.sha256, ""),
+        bits_ids=report.bits_ids,
+        verdicts=report.verdicts,
+        specialisations=report.specialisations,
+        environment=report.environment,
+        harness=harness_hash(),
+        seed=report.seed,
+        issued=time.time(),
+    )
+
+
+def certificate_path(operator: str, architecture: str, device: str) -> Path:
+    """Return where this user's certificate for a device lives; it may not exist."""
+    name = installed.folder(operator, architecture, device).name
+    return installed.home() / "certificates" / operator / architecture / f"{name}.certificate.json"
+
+
+def certify_local(
+    operator: Operator, *, backend: str = "cpu", progress: Progress = lambda _, __: None
+) -> tuple[Report, Path]:
+    """Verify the implementation in use and write a certificate for this machine into the user's data folder.
+
+    Raises:
+        ValueError: no such backend or device, or a requirement does not hold.
+        RuntimeError: the implementation does not run, or the folder cannot be written.
+    """
+    report = verify(operator, backend=backend, progress=progress)
+    return report, write_local(report)
+
+
+def write_local(report: Report) -> Path:
+    """Write the certificate that a report amounts to into the user's data folder; raises as `certify_local` does."""
+    issued = certificate(report)
+    environment = report.environment
+    path = certificate_path(report.operator.name, environment.architecture, environment.device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        temporary.write_text(issued.dumps(), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def local_certificate(operator: Operator, backend: str = "cpu") -> Certificate | None:
+    """Return this machine's certificate, None unless it is for the implementation, contract and harness in use."""
+    environment = fingerprint(backend, rates=False)
+    path = certificate_path(operator.name, environment.architecture, environment.device)
+    try:
+        found = Certificate.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    current = (operator.contract.hash, in_use(operator, backend).sha256, harness_hash())
+    same = (found.contract, found.implementation, found.harness) == current
+    return found if same and found.environment.versions == environment.versions else None
+
+
+# ---- Committed evidence
+
+
+def check_evidence(folder: Path) -> dict[str, Any]:
+    """Check committed certificates and benchmarks against the sources, contracts and the judge of this checkout.
+
+    Args:
+        folder: holds `<architecture>/*.certificate.json` and `<architecture>/*.bench.json`.
+
+    Returns:
+        `certificates`, `benchmarks` and `mismatched` (counts), and `problems` (file and reason).
+
+    Raises:
+        ValueError: no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"no folder of evidence at {folder}")
+    certificates = sorted(folder.glob("*/*.certificate.json"))
+    benchmarks = sorted(folder.glob("*/*.bench.json"))
+    problems: list[dict[str, str]] = []
+    for path, examine in [
+        *((path, _certificate_problem) for path in certificates),
+        *((path, _benchmark_problem) for path in benchmarks),
+    ]:
+        try:
+            problem = examine(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"unreadable: {error}"
+        if problem:
+            problems.append({"file": str(path.relative_to(folder)), "reason": problem})
+    return {
+        "certificates": len(certificates),
+        "benchmarks": len(benchmarks),
+        "mismatched": len(problems),
+        "problems": problems,
+    }
+
+
+def _certificate_problem(path: Path) -> str:
+    """Why a certificate does not speak of this checkout; empty where it does."""
+    found = Certificate.loads(path.read_text(encoding="utf-8"))
+    operator = ops.get(found.operator)
+    if found.environment.architecture != path.parent.name:
+        return f"it is for architecture {found.environment.architecture}"
+    if found.harness != harness_hash():
+        return "the judge has changed since it was issued"
+    wanted = {requirement.id for requirement in operator.contract.requirements}
+    if {verdict.requirement for verdict in found.verdicts if verdict.held} != wanted:
+        return "it does not hold every requirement of the contract"
+    return _hash_problem(operator, path.parent.name, found.contract, {found.implementation}, found.file)
+
+
+def _benchmark_problem(path: Path) -> str:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    operator = ops.get(found["operator"])
+    if found["environment"]["architecture"] != path.parent.name:
+        return f"it was run on architecture {found['environment']['architecture']}"
+    if not all(row["verified"] is True for row in found["rows"]):
+        return "it has rows whose bits were not verified"
+    sources = {str(row["implementation"]) for row in found["rows"]}
+    return _hash_problem(operator, path.parent.name, found["contract"], sources, None)
+
+
+def _hash_problem(
+    operator: Operator, architecture: str, contract: str, implementations: set[str], file: str | None
+) -> str:
+    if contract != operator.contract.hash:
+        return f"it is for another state of the contract {operator.contract.name}"
+    backend = "cpu" if architecture == "cpu" else "cuda"
+    names = operator.backends.get(backend, ()) if file is None else (file,)
+    current = {ops.source(operator, backend, name).sha256 for name in names}
+    if not implementations <= current:
+        changed = min(implementations - current)
+        return f"{', '.join(names)} is no longer the source {changed[:12]} that it speaks of"
+    return ""
