@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import itertools
+import math
 import mmap
 import os
 from collections.abc import Mapping
@@ -15,7 +17,8 @@ ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
 
 _F_SEAL_FUTURE_WRITE = 0x10
-_POISON_BLOCK = 1 << 14
+_POISON_BYTES = 1 << 16
+_numbers = itertools.count(1)
 
 
 class Placement(TypedDict):
@@ -27,46 +30,61 @@ class Placement(TypedDict):
     dtype: str
 
 
+Specifications = Mapping[str, tuple[tuple[int, ...], str]]
+"""Name -> (shape, dtype) of arrays."""
+
+
 class Arena:
     """Named arrays in one anonymous shared file, each at a multiple of 64 bytes.
 
     The file has no name in any file system, so that it is gone when the last process that maps it is.
 
     Args:
-        specifications: name -> (shape, dtype).
+        size: bytes; `place` lays arrays out in them, again and again if need be.
         label: shown by the system in the maps of a process, nothing more.
+
+    Raises:
+        RuntimeError: there is no memory for it.
     """
 
-    def __init__(self, specifications: Mapping[str, tuple[tuple[int, ...], str]], label: str) -> None:
+    def __init__(self, size: int, label: str) -> None:
+        self.number = next(_numbers)
+        self.size = max(size, ALIGNMENT)
         self.placements: list[Placement] = []
-        end = 0
-        for name, (shape, dtype) in specifications.items():
-            self.placements.append({"name": name, "offset": end, "shape": list(shape), "dtype": dtype})
-            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.size = max(end, ALIGNMENT)
+        self.arrays: dict[str, Array] = {}
         self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = mmap.mmap(self.fd, self.size)
+            self._memory = mmap.mmap(self.fd, self.size)
         except OSError as error:
             os.close(self.fd)
+            self.fd = -1
             raise RuntimeError(f"no shared memory for {self.size >> 20} MiB of {label}: {error}") from error
-        self.arrays: dict[str, Array] = {
-            place["name"]: np.ndarray(
-                tuple(place["shape"]), place["dtype"], buffer=memory, offset=place["offset"]
-            )
-            for place in self.placements
-        }
+
+    @classmethod
+    def of(cls, specifications: Specifications, label: str) -> "Arena":
+        """Make room for certain arrays and lay them out."""
+        arena = cls(size_of(specifications), label)
+        arena.place(specifications)
+        return arena
 
     @classmethod
     def holding(cls, contents: Mapping[str, Array], label: str) -> "Arena":
         """Place copies of arrays."""
-        arena = cls({name: (array.shape, array.dtype.str) for name, array in contents.items()}, label)
+        arena = cls.of(specified(contents), label)
         for name, array in contents.items():
             arena.arrays[name][...] = array
         return arena
+
+    def place(self, specifications: Specifications) -> None:
+        """Lay arrays out from the start; what lay there before loses its name."""
+        self.placements, self.arrays, end = [], {}, 0
+        for name, (shape, dtype) in specifications.items():
+            self.placements.append({"name": name, "offset": end, "shape": list(shape), "dtype": dtype})
+            self.arrays[name] = np.ndarray(shape, dtype, buffer=self._memory, offset=end)
+            end += _aligned(shape, dtype)
+        assert end <= self.size, (end, self.size)
 
     def seal(self) -> None:
         """From here on nobody but this process, through the mapping it has, can write to the arena.
@@ -80,34 +98,52 @@ class Arena:
         """Open a read-only descriptor for a worker; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def close(self) -> None:
-        """Give the file back; its pages live on while somebody still maps them."""
+    def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
-            self.fd = -1
-            self.arrays = {}
-
-    def __del__(self) -> None:
-        self.close()
 
 
-def poison(array: Array, rng: np.random.Generator) -> None:
-    """Fill an array with NaNs of random payload and sign (floats) or random bits (integers), in place.
+def specified(contents: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of arrays."""
+    return {name: (array.shape, array.dtype.str) for name, array in contents.items()}
 
-    The bits are drawn anew at each call; a block of them is repeated.
+
+def size_of(specifications: Specifications) -> int:
+    """Bytes that an arena needs for arrays."""
+    return sum(_aligned(shape, dtype) for shape, dtype in specifications.values())
+
+
+def _aligned(shape: tuple[int, ...], dtype: str) -> int:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Poison:
+    """Random NaNs (floats) or random bits (integers); the bits are drawn anew for every instance.
+
+    One block of random bits serves all arrays, from another place of it in each.
     """
-    if array.size == 0:
-        return
-    bits = rng.integers(0, 256, _POISON_BLOCK * array.itemsize, np.uint8).view(integers(array.dtype))
-    if array.dtype.kind == "f":
-        information = np.finfo(array.dtype)  # type: ignore[type-var]
-        exponent = ((1 << information.iexp) - 1) << information.nmant
-        bits = bits | bits.dtype.type(exponent) | bits.dtype.type(1)
-    flat = array.reshape(-1).view(bits.dtype)
-    assert np.shares_memory(flat, array), "poison writes in place: the array must be contiguous"
-    whole = flat.size - flat.size % bits.size
-    flat[:whole].reshape(-1, bits.size)[...] = bits
-    flat[whole:] = bits[: flat.size - whole]
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._bits = rng.integers(0, 256, _POISON_BYTES, np.uint8)
+
+    def fill(self, array: Array) -> None:
+        """Overwrite a contiguous array."""
+        if array.size == 0:
+            return
+        bits = self._bits.view(integers(array.dtype))
+        if array.dtype.kind == "f":
+            information = np.finfo(array.dtype)  # type: ignore[type-var]
+            exponent = ((1 << information.iexp) - 1) << information.nmant
+            bits = bits | bits.dtype.type(exponent) | bits.dtype.type(1)
+        flat = array.reshape(-1).view(bits.dtype)
+        assert np.shares_memory(flat, array), "poison writes in place: the array must be contiguous"
+        head = min(int(self._rng.integers(1, bits.size)), flat.size)
+        flat[:head] = bits[-head:]
+        whole = (flat.size - head) // bits.size * bits.size
+        flat[head : head + whole].reshape(-1, bits.size)[...] = bits
+        flat[head + whole :] = bits[: flat.size - head - whole]
 
 
 def integers(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernelbraid.audit import worker as worker_file
-from kernelbraid.audit.buffers import Arena, poison
+from kernelbraid.audit.buffers import Arena, Poison, Specifications, size_of, specified
 from kernelbraid.audit.confined import Confined, Limits, WorkerFailure
 from kernelbraid.contract import Contract, Source
 from kernelbraid.ir.evidence import Status
@@ -47,14 +47,15 @@ class LoadedProgram:
 
     def reset(self, rng: np.random.Generator) -> None:
         """Poison the outputs afresh and restore the state; only while the worker stands still."""
+        poison = Poison(rng)
         for name in self.program.outputs:
-            poison(self.memory.arrays[name], rng)
+            poison.fill(self.memory.arrays[name])
         for name, contents in self.program.state.items():
             self.memory.arrays[name][...] = contents
 
-    def written(self) -> dict[str, Array]:
-        """Copies of everything that calls write: outputs and state."""
-        return {name: array.copy() for name, array in self.memory.arrays.items()}
+    def outputs(self) -> dict[str, Array]:
+        """Copies of the output buffers."""
+        return {name: self.memory.arrays[name].copy() for name in self.program.outputs}
 
 
 class Worker(Confined):
@@ -86,6 +87,9 @@ class Worker(Confined):
         self._file = _written_source(source, cache)
         self._slots = 0
         self._dropped: list[int] = []
+        self._forgotten: list[int] = []
+        self._granted: set[int] = set()
+        self._rooms: dict[str, Arena] = {}
         super().__init__(
             worker_file.__file__,
             scratch / f"worker-{secrets.token_hex(6)}",
@@ -138,42 +142,80 @@ class Worker(Confined):
         return loaded
 
     def execute(self, program: Program) -> dict[str, Array]:
-        """Load a program, run it once, return copies of everything it wrote, and forget it."""
-        loaded = self.begin_load(program, calls=len(program.calls))
+        """Run a program once in memory that is used again by the next, and return copies of its outputs."""
+        inputs = self._room("inputs", specified(program.inputs))
+        memory = self._room("outputs", {**specified(program.state), **program.outputs})
+        for name, array in program.inputs.items():
+            inputs.arrays[name][...] = array
+        loaded = self._begin(program, inputs, memory, len(program.calls))
         self.finish()
-        self.drop(loaded)
-        return loaded.written()
+        self._dropped.append(loaded.slot)
+        return loaded.outputs()
 
     def begin_load(self, program: Program, inputs: Arena | None = None, *, calls: int = 0) -> LoadedProgram:
         """Send the request of `load` without waiting; the first `calls` calls are made at once."""
         if inputs is None:
             inputs = Arena.holding(program.inputs, "inputs")
             inputs.seal()
-        state = {name: (array.shape, array.dtype.str) for name, array in program.state.items()}
+        memory = Arena.of({**specified(program.state), **program.outputs}, "outputs")
+        return self._begin(program, inputs, memory, calls)
+
+    def _begin(self, program: Program, inputs: Arena, memory: Arena, calls: int) -> LoadedProgram:
         self._slots += 1
-        loaded = LoadedProgram(self._slots, program, inputs, Arena({**state, **program.outputs}, "outputs"))
+        loaded = LoadedProgram(self._slots, program, inputs, memory)
         loaded.reset(self._rng)
-        sent = [
-            (call.entry_point, {name: _sent(value) for name, value in call.arguments.items()})
-            for call in program.calls
-        ]
+        descriptors: list[int] = []
+        reader = -1
+        if inputs.number not in self._granted:
+            reader = inputs.reader()
+            descriptors.append(reader)
+        if memory.number not in self._granted:
+            descriptors.append(memory.fd)
         message = {
             "slot": loaded.slot,
-            "inputs": {"size": inputs.size, "arrays": inputs.placements},
-            "memory": {"size": loaded.memory.size, "arrays": loaded.memory.placements},
-            "calls": sent,
+            "inputs": self._granting(inputs),
+            "memory": self._granting(memory),
+            "calls": [
+                (call.entry_point, {name: _sent(value) for name, value in call.arguments.items()})
+                for call in program.calls
+            ],
             "first": 0,
             "count": calls,
             "repeats": 1,
         }
-        self.shared_bytes += inputs.size + loaded.memory.size
-        reader = inputs.reader()
         try:
-            descriptors = (reader, loaded.memory.fd)
-            self._ask("load", message, seconds=self.limits.run_seconds, descriptors=descriptors)
+            self._ask("load", message, seconds=self.limits.run_seconds, descriptors=tuple(descriptors))
         finally:
-            os.close(reader)
+            if reader >= 0:
+                os.close(reader)
         return loaded
+
+    def _granting(self, arena: Arena) -> dict[str, Any]:
+        """Describe an arena to the worker, which maps it when it hears of it first."""
+        new = arena.number not in self._granted
+        if new:
+            self._granted.add(arena.number)
+            self.shared_bytes += arena.size
+        return {"number": arena.number, "size": arena.size, "arrays": arena.placements, "new": new}
+
+    def _forget(self, arena: Arena) -> None:
+        if arena.number in self._granted:
+            self._granted.remove(arena.number)
+            self._forgotten.append(arena.number)
+            self.shared_bytes -= arena.size
+
+    def _room(self, what: str, specifications: Specifications) -> Arena:
+        """Memory that is kept from program to program, laid out for this one."""
+        needed = size_of(specifications)
+        arena = self._rooms.get(what)
+        if arena is None or arena.size < needed:
+            if arena is not None:
+                self._forget(arena)
+            arena = self._rooms[what] = Arena(max(needed + needed // 2, 1 << 20), what)
+            if what == "inputs":
+                arena.seal()
+        arena.place(specifications)
+        return arena
 
     def run(
         self, loaded: LoadedProgram, repeats: int = 1, *, first: int = 0, count: int | None = None
@@ -201,13 +243,14 @@ class Worker(Confined):
         return self.elapsed, theirs
 
     def outputs(self, loaded: LoadedProgram) -> dict[str, Array]:
-        """Copies of what the program wrote."""
-        return loaded.written()
+        """Copies of what a loaded program wrote to its outputs."""
+        return loaded.outputs()
 
     def drop(self, loaded: LoadedProgram) -> None:
-        """Forget a program; the worker lets go of its memory with its next request."""
+        """Forget a loaded program; the worker lets go of its memory with its next request."""
         self._dropped.append(loaded.slot)
-        self.shared_bytes -= loaded.inputs.size + loaded.memory.size
+        self._forget(loaded.inputs)
+        self._forget(loaded.memory)
 
     def specialisations(self) -> tuple[str, ...]:
         """Compiled specialisations in the worker so far, sorted."""
@@ -220,8 +263,9 @@ class Worker(Confined):
     def _ask(
         self, what: str, message: Mapping[str, Any], *, seconds: float, descriptors: tuple[int, ...] = ()
     ) -> None:
-        dropped, self._dropped = self._dropped, []
-        self.begin({"do": what, "drop": dropped, **message}, seconds=seconds, descriptors=descriptors)
+        gone = {"drop": self._dropped, "forget": self._forgotten}
+        self._dropped, self._forgotten = [], []
+        self.begin({"do": what, **gone, **message}, seconds=seconds, descriptors=descriptors)
 
 
 def _sent(value: Argument) -> int | float | list[Any] | None:

@@ -27,8 +27,8 @@ import numpy as np
 MODULE = "implementation"
 MESSAGE_LIMIT = 8000
 """Characters of an error's text that reach the judge."""
-EDGES = 24
-"""Schedule edges reported an axis: the smallest two thirds, and others spread over the rest."""
+EDGES = 8
+"""Schedule edges reported an axis: the smallest four, and others spread over the rest."""
 
 Message = dict[str, Any]
 EntryPoints = dict[str, Callable[..., Any]]
@@ -46,20 +46,15 @@ class RequestError(Exception):
 class Slot:
     """One loaded program: arrays and calls, ready to run."""
 
-    def __init__(self, message: Message, descriptors: list[int], entry_points: EntryPoints) -> None:
+    def __init__(self, message: Message, memories: dict[int, mmap.mmap], entry_points: EntryPoints) -> None:
         buffers: dict[str, Any] = {}
-        for arena, descriptor, access in (
-            ("inputs", descriptors[0], mmap.PROT_READ),
-            ("memory", descriptors[1], mmap.PROT_READ | mmap.PROT_WRITE),
-        ):
-            described = message[arena]
-            memory = mmap.mmap(
-                descriptor, described["size"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access
-            )
-            os.close(descriptor)
-            for place in described["arrays"]:
+        for arena in (message["inputs"], message["memory"]):
+            for place in arena["arrays"]:
                 buffers[place["name"]] = np.ndarray(
-                    tuple(place["shape"]), place["dtype"], buffer=memory, offset=place["offset"]
+                    tuple(place["shape"]),
+                    place["dtype"],
+                    buffer=memories[arena["number"]],
+                    offset=place["offset"],
                 )
         self.calls = [
             (entry_points[name], {key: _argument(value, buffers) for key, value in arguments.items()})
@@ -74,6 +69,13 @@ class Slot:
             for function, arguments in calls:
                 function(**arguments)
         return clock() - start
+
+
+def _mapped(descriptor: int, size: int, access: int) -> mmap.mmap:
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    memory = mmap.mmap(descriptor, size, flags=flags, prot=access)
+    os.close(descriptor)
+    return memory
 
 
 def _argument(value: Any, buffers: dict[str, Any]) -> Any:
@@ -92,6 +94,7 @@ class Worker:
         self.module: Any = None
         self.entry_points: EntryPoints = {}
         self.slots: dict[int, Slot] = {}
+        self.memories: dict[int, mmap.mmap] = {}
 
     def serve(self) -> None:
         while (received := self._receive()) is not None:
@@ -100,6 +103,8 @@ class Worker:
             try:
                 for slot in message["drop"]:
                     del self.slots[slot]
+                for number in message["forget"]:
+                    del self.memories[number]
                 reply |= getattr(self, "do_" + message["do"])(message, descriptors)
             except RequestError as failure:
                 reply |= {"failed": failure.kind, **_described(failure.error)}
@@ -147,8 +152,13 @@ class Worker:
 
     def do_load(self, message: Message, descriptors: list[int]) -> Message:
         """Map a program's memory; `run` also makes its calls once."""
-        slot = Slot(message, descriptors, self.entry_points)
-        self.slots[message["slot"]] = slot
+        for arena, access in (
+            (message["inputs"], mmap.PROT_READ),
+            (message["memory"], mmap.PROT_READ | mmap.PROT_WRITE),
+        ):
+            if arena["new"]:
+                self.memories[arena["number"]] = _mapped(descriptors.pop(0), arena["size"], access)
+        self.slots[message["slot"]] = Slot(message, self.memories, self.entry_points)
         return self.do_run(message, []) if message["count"] else {}
 
     def do_run(self, message: Message, _: list[int]) -> Message:
@@ -201,7 +211,8 @@ def _described(error: BaseException) -> Message:
 def schedule_edges(module: Any, constant: Message, axes: list[Message]) -> dict[str, list[int]]:
     """Values of each load axis at which `schedule` answers otherwise than just below.
 
-    The other axes stand at their smallest, middle and largest values in turn.
+    The other axes stand at their smallest, middle and largest values in turn. Where every value has an answer
+    of its own, as while a tile follows a length, the first and the last of them are the edges.
     """
     declared = getattr(module, "KNOBS", {})
     knobs = {name: getattr(module, name) for name, (kind, _) in declared.items() if kind == "schedule"}
@@ -219,10 +230,14 @@ def schedule_edges(module: Any, constant: Message, axes: list[Message]) -> dict[
                         raise  # the smallest size of anything must have a schedule
                     return type(error).__name__
 
-            found |= _changes(at, max(axis["low"], 1), axis["high"])
+            low, high = max(axis["low"], 1), axis["high"]
+            for v in _changes(at, low, high):
+                inside = low + 1 < v < high and at(v - 2) != at(v - 1) and at(v) != at(v + 1)
+                if not inside:
+                    found.add(v)
         ordered = sorted(found)
-        near, far = ordered[: EDGES * 2 // 3], ordered[EDGES * 2 // 3 :]
-        edges[axis["name"]] = near + far[:: max(1, -(-len(far) // (EDGES // 3)))]
+        near, far = ordered[: EDGES // 2], ordered[EDGES // 2 :]
+        edges[axis["name"]] = near + far[:: max(1, -(-len(far) // (EDGES - EDGES // 2)))]
     return edges
 
 
