@@ -348,19 +348,15 @@ def emit_results(b, rows, total, state_bytes, depth, out_table, lse_table):
 
 
 @machine
-def emit_copy(b, rows, table, offset, depth, target, target_bytes):
-    """Copy `depth` numbers of each row of a table to consecutive rows."""
+def emit_copy(b, rows, source_table, source_offset, target_table, target_offset, depth):
+    """Copy `depth` numbers of each row of a table to the row of another."""
 
     def row(r):
-        source, goal = at(b, load(b, at(b, table, r, 8), I64), offset), at(b, target, b.mul(r, target_bytes))
-        repeat(b, depth, LANES, lambda d: store(b, load(b, at(b, source, d, 4)), at(b, goal, d, 4)))
+        source = at(b, load(b, at(b, source_table, r, 8), I64), source_offset)
+        target = at(b, load(b, at(b, target_table, r, 8), I64), target_offset)
+        repeat(b, depth, LANES, lambda d: store(b, load(b, at(b, source, d, 4)), at(b, target, d, 4)))
 
     repeat(b, rows, 1, row)
-
-
-@machine
-def emit_move(b, depth, source, target):
-    repeat(b, depth, LANES, lambda d: store(b, load(b, at(b, source, d, 4)), at(b, target, d, 4)))
 
 
 def transposed(b, rows):
@@ -432,33 +428,30 @@ def address(array):
 
 
 @inner
-def regular_rows(first, step, count):
-    """Addresses at a regular distance."""
-    rows = np.empty(count, np.int64)
+def fill_table(rows, count, first, step):
+    """Fill a table with addresses at a regular distance."""
     for row in range(count):
         rows[row] = first + row * step
-    return rows
 
 
 @inner
 def locate(cache, table, b, slot, count, rows):
-    """Write the addresses of `count` tokens of request b, from `slot` on; then the last one's up to a step of 16."""
+    """Write the addresses of `count` tokens of request b, from `slot` on, and the last one's to the end of the block."""
     page_size = cache.shape[1]
     page, within = slot // page_size, slot % page_size
-    for j in range((count + LANES - 1) // LANES * LANES):
-        if j >= count:
-            rows[j] = rows[j - 1]
-            continue
+    for j in range(count):
         rows[j] = address(cache) + table[b, page] * cache.strides[0] + within * cache.strides[1]
         within += 1
         if within == page_size:
             page, within = page + 1, 0
+    for j in range(count, KEY_BLOCK):
+        rows[j] = rows[count - 1]
 
 
 @inner
-def see_block(row, end, sees, start, q_rows, v_rows, v_offset, state, state_bytes, depth, scratch):
-    """Let rows row .. end - 1 of a task see a block of keys: the transpose is in the scratch, values are in rows."""
-    x, x_rows, k_rows, one, scale = scratch
+def see_block(row, end, sees, start, q_rows, v_rows, v_offset, state, state_bytes, depth, tile):
+    """Let rows row .. end - 1 of a task see a block of keys: the transpose is in place, values are in rows."""
+    x, x_rows, k_rows, one, scale = tile
     padded = (state_bytes - COLUMNS) // 4
     while row < end:
         rows = min(ROWS, end - row)
@@ -493,35 +486,37 @@ def merge_chunk(start, position, heads, per_head, group, state, total, state_byt
 
 
 @entry
-def attend(q, k, v, table, slots, cu, lengths, scale, tasks, order, counters, partials, probe, out, lse):
-    """Take tasks until none is left; False if this thread drops denormal numbers."""
+def attend(q, k, v, table, slots, cu, lengths, scale, tasks, order, counters, scratches, partials, probe, out, lse):
+    """Take tasks until none is left; False if this thread drops denormal numbers.
+
+    counters: the next task, the next scratch, and of each split tile the tasks that are done.
+    """
     if probe[0] * probe[1] * probe[2] != probe[1]:
         return False
     depth, group = q.shape[2], q.shape[1] // k.shape[2]
-    padded = (depth + TILE - 1) // TILE * TILE
+    padded = -(-depth // TILE) * TILE
     state_bytes = COLUMNS + 4 * padded
-    most = max(TILE_ROWS, group)
-    # Chunk state, total, packed values, transposed keys, scores, and a line for the factors 1 and scale.
-    floats = most * state_bytes // 2 + KEY_BLOCK * (padded + depth + ROWS) + 2 * LANES
-    memory = np.zeros(floats, np.float32)
-    scratch_state = (address(memory) + 63) // 64 * 64
-    total = scratch_state + most * state_bytes
-    packed = total + most * state_bytes
-    keys = packed + 4 * KEY_BLOCK * padded
-    x = keys + 4 * KEY_BLOCK * depth
-    line = x + 4 * KEY_BLOCK * ROWS
-    memory[(line - address(memory)) // 4] = 1
-    memory[(line - address(memory)) // 4 + 1] = scale
-    packed_rows, key_rows = regular_rows(packed, 4 * padded, KEY_BLOCK), regular_rows(keys, 4 * KEY_BLOCK, depth)
-    x_rows = regular_rows(x, 4 * KEY_BLOCK, ROWS)
-    scratch = (x, address(x_rows), address(key_rows), line, line + 4)
-    locations = np.empty((2, 2, KEY_BLOCK), np.int64)  # of keys and values; of this block and the next
-    q_rows, out_rows, lse_rows = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    sees = np.empty(most, np.int64)
+    scratch = scratches[fetch_add(address(counters) + 8)]
+    line = (address(scratch) + 63) // 64 * 64
+    one = (line - address(scratch)) // 4
+    scratch[one], scratch[one + 1] = 1, scale
+    x = line + 64
+    keys = x + 4 * KEY_BLOCK * ROWS
+    packed = keys + 4 * KEY_BLOCK * depth
+    total = packed + 4 * KEY_BLOCK * padded
+    largest = (address(scratch) + 4 * scratch.size - total) // (2 * state_bytes)
+    tables = np.empty((11, max(KEY_BLOCK, depth, largest, LANES)), np.int64)
+    packed_rows, key_rows, x_rows, q_rows, out_rows, lse_rows, sees = (
+        tables[4], tables[5], tables[6], tables[7], tables[8], tables[9], tables[10],
+    )  # fmt: skip
+    fill_table(packed_rows, KEY_BLOCK, packed, 4 * padded)
+    fill_table(key_rows, depth, keys, 4 * KEY_BLOCK)
+    fill_table(x_rows, ROWS, x, 4 * KEY_BLOCK)
+    tile = (x, address(x_rows), address(key_rows), line, line + 4)
     while True:
         taken = fetch_add(address(counters))
-        if taken >= order.size:  # naming what lies behind the addresses keeps it alive until here
-            return memory.size + packed_rows.size + key_rows.size + x_rows.size > 0
+        if taken >= order.size:
+            return True
         b, g0, g1, first, end, chunk, end_chunk, partial, item, parts = tasks[order[taken]]
         per_head = (end - first) * group
         size = per_head * (g1 - g0)
@@ -534,7 +529,7 @@ def attend(q, k, v, table, slots, cu, lengths, scale, tasks, order, counters, pa
             lse_rows[i] = address(lse) + h * lse.strides[0] + t * lse.strides[1] if lse.size else line + 8
         emit_reset((size, total, state_bytes))
         for chunk_start in range(chunk * CHUNK, end_chunk * CHUNK, CHUNK):
-            state = scratch_state
+            state = total + largest * state_bytes
             if partial >= 0:
                 state = address(partials) + (partial + chunk_start // CHUNK * size) * state_bytes
             emit_reset((size, state, state_bytes))
@@ -542,34 +537,37 @@ def attend(q, k, v, table, slots, cu, lengths, scale, tasks, order, counters, pa
             for start in range(chunk_start, chunk_end, KEY_BLOCK):
                 count = min(KEY_BLOCK, chunk_end - start)
                 now = start // KEY_BLOCK % 2
-                k_rows, v_rows = locations[now, 0], locations[now, 1]
+                k_rows, v_rows, next_k, next_v = tables[now], tables[2 + now], tables[1 - now], tables[3 - now]
                 if start == chunk * CHUNK:
                     locate(k, table, b, slots[b] + start, count, k_rows)
                     locate(v, table, b, slots[b] + start, count, v_rows)
                 ahead = min(KEY_BLOCK, min(end_chunk * CHUNK, seen) - start - KEY_BLOCK)
-                next_k, next_v = k_rows, v_rows
-                if ahead > 0:
-                    next_k, next_v = locations[1 - now, 0], locations[1 - now, 1]
+                if ahead <= 0:
+                    next_k, next_v = k_rows, v_rows
+                else:
                     locate(k, table, b, slots[b] + start + KEY_BLOCK, ahead, next_k)
                     locate(v, table, b, slots[b] + start + KEY_BLOCK, ahead, next_v)
                 for g in range(g0, g1):
                     k_offset, v_offset = g * k.strides[2], g * v.strides[2]
-                    following = (address(next_k), k_offset, address(next_v), v_offset)
-                    emit_transpose((count, depth, address(k_rows), k_offset, keys, *following))
+                    ahead_k, ahead_v, forth = (k_rows, v_rows, 1) if g + 1 < g1 else (next_k, next_v, g0 - g)
+                    coming = (
+                        *(address(ahead_k), k_offset + forth * k.strides[2]),
+                        *(address(ahead_v), v_offset + forth * v.strides[2]),
+                    )
+                    emit_transpose((count, depth, address(k_rows), k_offset, keys, *coming))
                     values = address(v_rows)
                     if per_head >= PACK_ROWS or padded != depth:
-                        emit_copy((count, values, v_offset, depth, packed, 4 * padded))
+                        emit_copy((count, values, v_offset, address(packed_rows), 0, depth))
                         values, v_offset = address(packed_rows), 0
-                    head = (g - g0) * per_head
-                    row = head + max(0, start - position) * group
+                    rows = (g - g0) * per_head
+                    unseeing, sight = max(0, start - position) * group, (sees, start, address(q_rows))
                     see_block(
-                        row, head + per_head, sees, start, address(q_rows), values, v_offset, state, state_bytes,
-                        depth, scratch,
-                    )  # fmt: skip
+                        rows + unseeing, rows + per_head, *sight, values, v_offset, state, state_bytes, depth, tile
+                    )
             if partial < 0:
                 merge_chunk(chunk_start, position, g1 - g0, per_head, group, state, total, state_bytes)
         if partial >= 0:
-            if fetch_add(address(counters) + 8 * item) < parts - 1:
+            if fetch_add(address(counters) + 16 + 8 * item) < parts - 1:
                 continue  # other threads still compute chunks of these rows; the last one merges them
             for chunk_start in range(0, seen, CHUNK):
                 state = address(partials) + (partial + chunk_start // CHUNK * size) * state_bytes
@@ -579,17 +577,17 @@ def attend(q, k, v, table, slots, cu, lengths, scale, tasks, order, counters, pa
 
 @entry
 def plan(cu, lengths, kv_heads, group, tile, heads, apart):
-    """List tasks and costs, and count split tiles and their partial rows.
+    """List tasks and their costs; return also the most rows of a task, the split tiles and their partial rows.
 
     A task is a request, its KV heads, rows and chunks (first and end of each), the place of its partial rows or -1,
-    and the split tile it belongs to and the tasks that share it.
+    and the split tile that it is a part of and the number of parts.
     """
     most = 0
     for b in range(lengths.size):
-        pieces = (lengths[b] + CHUNK * apart - 1) // (CHUNK * apart)
-        most += (cu[b + 1] - cu[b] + tile - 1) // tile * kv_heads * pieces
+        parts = (lengths[b] + CHUNK * apart - 1) // (CHUNK * apart)
+        most += (cu[b + 1] - cu[b] + tile - 1) // tile * kv_heads * parts
     tasks, costs = np.empty((most, 10), np.int64), np.empty(most, np.int64)
-    count = partial_rows = items = 0
+    count = largest = split = partial_rows = 0
     for b in range(lengths.size):
         rows = cu[b + 1] - cu[b]
         together = min(heads, max(1, TILE_ROWS // (max(1, min(rows, tile)) * group)))
@@ -597,143 +595,122 @@ def plan(cu, lengths, kv_heads, group, tile, heads, apart):
             end = min(rows, first + tile)
             seen = lengths[b] - rows + end
             chunks = (seen + CHUNK - 1) // CHUNK
+            parts = (chunks + apart - 1) // apart
             for g in range(0, kv_heads, together):
                 g_end = min(kv_heads, g + together)
                 size = (end - first) * group * (g_end - g)
-                if chunks > apart:
-                    items += 1
-                for c in range(0, chunks, apart):
-                    c_end = min(chunks, c + apart)
+                largest = max(largest, size)
+                for part in range(parts):
+                    c, c_end = part * apart, min(chunks, (part + 1) * apart)
                     task = tasks[count]
-                    task[0], task[1], task[2], task[3], task[4] = b, g, g_end, first, end
-                    task[5], task[6], task[7] = c, c_end, partial_rows if chunks > apart else -1
-                    task[8], task[9] = items, (chunks + apart - 1) // apart
+                    task[0], task[1], task[2], task[3], task[4], task[5], task[6] = b, g, g_end, first, end, c, c_end
+                    task[7], task[8], task[9] = partial_rows if parts > 1 else -1, split, parts
                     costs[count] = size * (min(seen, c_end * CHUNK) - c * CHUNK)
                     count += 1
-                if chunks > apart:
-                    partial_rows += size * chunks
-    return tasks[:count], costs[:count], items, partial_rows
+                if parts > 1:
+                    split, partial_rows = split + 1, partial_rows + size * chunks
+    return tasks[:count], costs[:count], largest, split, partial_rows
 
 
 @entry
-def write_rows(k, v, k_cache, v_cache, table, cu, lengths):
-    k_row, v_row = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    for b in range(lengths.size):
-        for t in range(cu[b], cu[b + 1]):
-            locate(k_cache, table, b, lengths[b] - cu[b + 1] + t, 1, k_row)
-            locate(v_cache, table, b, lengths[b] - cu[b + 1] + t, 1, v_row)
+def write_rows(k, v, k_cache, v_cache, table, cu, lengths, part, parts):
+    """Write one part of the new tokens to the cache."""
+    rows = np.empty((4, KEY_BLOCK), np.int64)
+    for b in range(part, lengths.size, parts):
+        for first in range(cu[b], cu[b + 1], KEY_BLOCK):
+            count = min(KEY_BLOCK, cu[b + 1] - first)
+            position = lengths[b] - cu[b + 1] + first
+            locate(k_cache, table, b, position, count, rows[0])
+            locate(v_cache, table, b, position, count, rows[1])
+            fill_table(rows[2], count, address(k[first]), k.strides[0])
+            fill_table(rows[3], count, address(v[first]), v.strides[0])
             for g in range(k.shape[1]):
-                emit_move((k.shape[2], address(k[t, g]), k_row[0] + g * k_cache.strides[2]))
-                emit_move((k.shape[2], address(v[t, g]), v_row[0] + g * v_cache.strides[2]))
+                to_k, to_v = (address(rows[0]), g * k_cache.strides[2]), (address(rows[1]), g * v_cache.strides[2])
+                emit_copy((count, address(rows[2]), g * k.strides[1], *to_k, k.shape[2]))
+                emit_copy((count, address(rows[3]), g * v.strides[1], *to_v, v.shape[2]))
 
 
 # ---- Host.
 
-
-def given(dtype, rank):
-    return types.Array(dtype, rank, "A", readonly=True)
-
-
-def written(rank):
-    return types.Array(float32, rank, "A")
-
-
-LENGTHS, INTS = given(int32, 1), int64[::1]
+FLOATS_3, FLOATS_4, TABLE, LENGTHS = (
+    types.Array(kind, rank, "A", readonly=True) for kind, rank in ((float32, 3), (float32, 4), (int32, 2), (int32, 1))
+)
+CACHE, OUT, LSE = (types.Array(float32, rank, "A") for rank in (4, 3, 2))
+TASKS_2, INTEGERS_1, SCRATCH, PARTIALS = int64[:, ::1], int64[::1], float32[:, ::1], float32[::1]
 SIGNATURES = {
     attend: (
-        *(given(float32, 3), given(float32, 4), given(float32, 4), given(int32, 2), LENGTHS, LENGTHS, LENGTHS),
-        *(float32, int64[:, ::1], INTS, INTS, float32[::1], float32[::1], written(3), written(2)),
+        *(FLOATS_3, FLOATS_4, FLOATS_4, TABLE, LENGTHS, LENGTHS, LENGTHS, float32, TASKS_2, INTEGERS_1, INTEGERS_1),
+        *(SCRATCH, PARTIALS, PARTIALS, OUT, LSE),
     ),
     plan: (LENGTHS, LENGTHS, int64, int64, int64, int64, int64),
-    write_rows: (
-        *(given(float32, 3), given(float32, 3), written(4), written(4)),
-        *(given(int32, 2), LENGTHS, LENGTHS),
-    ),
+    write_rows: (FLOATS_3, FLOATS_3, CACHE, CACHE, TABLE, LENGTHS, LENGTHS, int64, int64),
 }
 _lock = threading.Lock()
+_ready: set[object] = set()
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def compiled(kernel):
     """Compile a kernel at its first use, once, for arrays of any strides."""
-    if not kernel.signatures:
+    if kernel not in _ready:
         with _lock:
-            if not kernel.signatures:
+            if kernel not in _ready:
                 kernel.compile(SIGNATURES[kernel])
                 kernel.disable_compile()
+                _ready.add(kernel)
     return kernel
 
 
-def pool(threads):
-    """The thread pool of this process: a forked child makes its own."""
+def together(threads, call):
+    """Make a call on some threads, this one among them; returns what they return."""
     with _lock:
-        if os.getpid() not in _pools:
+        if threads > 1 and os.getpid() not in _pools:  # a forked child makes its own pool
             _pools.clear()
-            _pools[os.getpid()] = ThreadPoolExecutor(threads)
-        return _pools[os.getpid()]
+            _pools[os.getpid()] = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    helping = [_pools[os.getpid()].submit(call, thread) for thread in range(1, threads)]
+    return [call(0), *(each.result() for each in helping)]
 
 
-def run(q, k, v, table, slots, cu, lengths, axes, scale, out, lse):
-    chosen = schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS})
-    group, kv_heads, padded = q.shape[1] // k.shape[2], k.shape[2], -(-q.shape[2] // TILE) * TILE
-    tasks, costs, items, partial_rows = compiled(plan)(
-        cu, lengths, kv_heads, group, chosen["tile"], chosen["heads"], chosen["chunks"]
-    )
-    cl = np.float32(float(scale) * math.log2(math.e))
-    partials = np.empty(partial_rows * (COLUMNS // 4 + padded), np.float32)
+def run(q, k, v, table, slots, cu, lengths, query_length, key_length, scale, out, lse):
+    (_, query_heads, depth), kv_heads = q.shape, k.shape[2]
+    axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(lengths)}
+    axes |= {"query_length": query_length, "key_length": key_length}
+    tile, heads, chunks = schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}).values()
+    group, padded = query_heads // kv_heads, -(-depth // TILE) * TILE
+    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, kv_heads, group, tile, heads, chunks)
+    threads = min(len(os.sched_getaffinity(0)), len(tasks)) if costs.sum() >= ALONE_BELOW else 1
+    row = COLUMNS // 4 + padded
+    scratches = np.zeros((threads, KEY_BLOCK * (ROWS + depth + padded) + 2 * largest * row + 2 * LANES), np.float32)
+    partials = np.empty(partial_rows * row, np.float32)
     operands = (
-        *(q, k, v, table, slots, cu, lengths, cl, tasks, np.argsort(-costs), np.zeros(items + 1, np.int64)),
-        *(partials, DENORMAL_PROBE, out, np.empty((0, 0), np.float32) if lse is None else lse),
+        *(q, k, v, table, slots, cu, lengths, np.float32(float(scale) * math.log2(math.e)), tasks),
+        *(np.argsort(-costs), np.zeros(2 + split, np.int64), scratches, partials, DENORMAL_PROBE, out),
+        np.empty((0, 0), np.float32) if lse is None else lse,
     )
     kernel = compiled(attend)
-    threads = len(os.sched_getaffinity(0))
-    helpers = min(threads, len(tasks)) - 1 if costs.sum() >= ALONE_BELOW else 0
-    helping = [pool(threads).submit(kernel, *operands) for _ in range(helpers)]
-    intact = [kernel(*operands), *(each.result() for each in helping)]
-    if not all(intact):
+    if not all(together(threads, lambda thread: kernel(*operands))):
         raise RuntimeError("a thread flushes denormal numbers to zero, which changes bits: turn that mode off")
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, out, lse):
-    batch = len(cu_seqlens) - 1
-    table = np.zeros((batch, 1), np.int32)  # all the tokens are one page, in which a request starts at its offset
-    axes = {
-        "batch": batch,
-        "query_length": max_seqlen,
-        "key_length": max_seqlen,
-        "query_heads": q.shape[1],
-        "kv_heads": k.shape[1],
-    }
-    lengths = np.diff(cu_seqlens)
-    run(q, k[None], v[None], table, cu_seqlens[:-1], cu_seqlens, lengths, axes, softmax_scale, out, lse)
+    """Attend packed sequences: all tokens are one page, in which a request starts at its offset."""
+    table = np.zeros((len(cu_seqlens) - 1, 1), np.int32)
+    lengths, sizes = np.diff(cu_seqlens), (max_seqlen, max_seqlen)
+    run(q, k[None], v[None], table, cu_seqlens[:-1], cu_seqlens, lengths, *sizes, softmax_scale, out, lse)
 
 
 def paged_attention(
-    q,
-    k_cache,
-    v_cache,
-    page_table,
-    cu_seqlens_q,
-    seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    out,
-    lse,
+    q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, out, lse
 ):
-    axes = {
-        "batch": len(seqlens_k),
-        "query_length": max_seqlen_q,
-        "key_length": max_seqlen_k,
-        "query_heads": q.shape[1],
-        "kv_heads": k_cache.shape[2],
-    }
-    slots = np.zeros(len(seqlens_k), np.int32)
-    run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, axes, softmax_scale, out, lse)
+    slots, sizes = np.zeros(len(seqlens_k), np.int32), (max_seqlen_q, max_seqlen_k)
+    run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, *sizes, softmax_scale, out, lse)
 
 
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
-    compiled(write_rows)(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
+    threads = min(len(os.sched_getaffinity(0)), len(seqlens_k)) if k.size >= 1 << 16 else 1
+    kernel = compiled(write_rows)
+    operands = (k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
+    together(threads, lambda thread: kernel(*operands, thread, threads))
 
 
 def numerics(constant_axes):
