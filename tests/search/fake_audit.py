@@ -26,6 +26,7 @@ from kernelbraid.ir.evidence import (
     Verdict,
 )
 from kernelbraid.search.budget import Budget
+from kernelbraid.search.proposers import external
 from kernelbraid.search.study import Study
 
 OPERATOR = ops.get("attention")
@@ -284,6 +285,21 @@ def reopened(folder: Path, fake: FakeAudits) -> Study:
     study = Study.open(folder)
     study.budget = Budget(study.store, fake.clock)
     return study
+
+
+def submit_and_audit(given: tuple[Path, str, str]) -> str | None:
+    """What one of several agents does, in a process of its own; returns the status of its audit."""
+    folder, text, parent = given
+    document = external.submit(
+        folder,
+        Source(text),
+        parents=[parent],
+        hypothesis="it may be faster",
+        audit=True,
+        run_job=FakeAudits(),
+    )
+    status = document["status"]
+    return None if status is None else str(status)
 
 
 def _verdicts(failed: str | None, *, agree: bool) -> tuple[Verdict, ...]:

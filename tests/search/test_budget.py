@@ -7,7 +7,7 @@ import pytest
 from tests.search.fake_audit import FakeAudits, new_study
 
 from kernelbraid.search import loop
-from kernelbraid.search.budget import FLUSH_SECONDS, Budget
+from kernelbraid.search.budget import CLOSING, FLUSH_SECONDS, SEARCH, Budget
 from kernelbraid.search.proposers.external import External
 
 
@@ -20,7 +20,7 @@ def test_a_killed_process_loses_little_of_its_time(tmp_path: Path) -> None:
     fake = FakeAudits()
     with new_study(tmp_path / "s", fake, minutes=1) as study:
         budget = Budget(study.store, fake.clock)
-        with budget.searching():
+        with budget.spending(SEARCH):
             for _ in range(100):
                 fake.now += 0.3
                 budget.flush()
@@ -37,9 +37,23 @@ def test_time_passes_only_while_searching(tmp_path: Path) -> None:
         fake.now += 1000.0
         study.budget.flush(0.0)
         assert study.budget.seconds == 0.0
-        with study.budget.searching():
+        with study.budget.spending(SEARCH):
             fake.now += 90.0
         assert study.budget.seconds == 90.0 and study.budget.seconds_left == 0.0
+
+
+def test_closing_interrupts_searching_and_counts_apart(tmp_path: Path) -> None:
+    fake = FakeAudits()
+    with new_study(tmp_path / "s", fake, minutes=1) as study:
+        with study.budget.spending(SEARCH):
+            fake.now += 10.0
+            with study.budget.spending(CLOSING):
+                fake.now += 100.0
+                assert study.budget.spent(CLOSING) == 100.0
+            fake.now += 5.0
+        assert (study.budget.seconds, study.budget.spent(CLOSING)) == (15.0, 100.0)
+        again = Budget(study.store, fake.clock)
+        assert (again.seconds, again.spent(CLOSING)) == (15.0, 100.0)
 
 
 def test_the_root_and_full_audits_are_not_counted_as_candidates(tmp_path: Path) -> None:

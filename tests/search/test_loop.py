@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.search.fake_audit import (
-    OPERATOR,
     ROOT,
     WORKLOADS,
     FakeAudits,
+    Settings,
     log_latency,
     new_study,
     reopened,
@@ -24,6 +24,7 @@ from kernelbraid.ir.evidence import Level, Status
 from kernelbraid.ir.schema import Lineage
 from kernelbraid.ir.store import Store
 from kernelbraid.search import loop
+from kernelbraid.search.budget import CLOSING
 from kernelbraid.search.loop import Ending, Progress
 from kernelbraid.search.proposers import Proposal, edits
 from kernelbraid.search.proposers.knobs import KnobProposer
@@ -95,12 +96,12 @@ def test_three_minutes_find_a_clear_winner(tmp_path: Path) -> None:
         assert "bits changed" in promoted.message
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_same_seed_searches_the_same_way(tmp_path: Path, seed: int) -> None:
     orders = []
     for name in ("one", "two"):
         fake = FakeAudits()
-        with new_study(tmp_path / name, fake, audits=12, seed=seed) as study:
+        with new_study(tmp_path / name, fake, audits=6, seed=seed) as study:
             loop.run(study, KnobProposer(seed), run_job=fake)
             orders.append([each.sha256 for each in query.implementations(study.store)])
     assert orders[0] == orders[1]
@@ -134,16 +135,19 @@ def test_opportunities_end(tmp_path: Path) -> None:
 def test_nothing_is_promoted_without_a_full_audit(tmp_path: Path) -> None:
     fake = FakeAudits(seconds={Level.SCREEN: 6.0, Level.FULL: 1e6})
     with new_study(tmp_path / "s", fake, minutes=2) as study:
-        assert search(study, fake)[0] is Ending.TIME
+        with pytest.raises(RuntimeError, match="closing audit"):
+            search(study, fake)
         assert study.incumbent == study.root and study.summary()["speedup"] == 1.0
         assert query.promotions(study.store, granted=True) == []
-        pending = study.store.pending()
-        assert [each.level for each in pending] == [Level.FULL]
+        assert [each.level for each in study.store.pending()] == [Level.FULL]
+        fake.seconds = {Level.SCREEN: 6.0, Level.FULL: 60.0}
+        assert search(study, fake)[0] is Ending.TIME
+        assert study.incumbent != study.root and study.store.pending() == []
 
 
 def test_a_candidate_that_fails_its_full_audit_is_no_branch_point(tmp_path: Path) -> None:
-    def bad(settings: object) -> bool:
-        return settings["VALUES"] == "keys_by_4"  # type: ignore[index]
+    def bad(settings: Settings) -> bool:
+        return settings["VALUES"] == "keys_by_4"
 
     fake = FakeAudits(fails_full=bad)
     with new_study(tmp_path / "s", fake) as study:
@@ -173,8 +177,8 @@ def test_refusals_say_what_blocked_them(tmp_path: Path) -> None:
 
 
 def test_a_limit_blocks_by_workload(tmp_path: Path) -> None:
-    def model(settings: object, phase: str) -> float:
-        moved = settings["PARTITION"] == "cost"  # type: ignore[index]
+    def model(settings: Settings, phase: str) -> float:
+        moved = settings["PARTITION"] == "cost"
         return {"decode": -0.3, "update": 0.2, "prefill": 0.0}[phase] if moved else 0.0
 
     fake = FakeAudits(model=model, noise=0.001)
@@ -215,7 +219,7 @@ def test_what_waited_when_another_was_promoted_is_refused_for_that_and_stays_a_b
 @pytest.mark.parametrize("noise", [0.002, 0.02])
 def test_sources_that_are_no_faster_are_not_promoted(tmp_path: Path, noise: float) -> None:
     fake = FakeAudits(model=lambda settings, phase: 0.0, noise=noise, broken=lambda settings: None)
-    with new_study(tmp_path / "s", fake, audits=60, patience=1000) as study:
+    with new_study(tmp_path / "s", fake, audits=30, patience=1000) as study:
         search(study, fake)
         assert study.budget.audited >= 25
         assert study.incumbent == study.root
@@ -258,23 +262,44 @@ def test_the_audit_budget_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", [0.5, 1.0, 2.5])
-def test_the_time_budget_is_never_exceeded_and_survives_reopening(tmp_path: Path, minutes: float) -> None:
+def test_the_time_to_search_is_never_exceeded_and_survives_reopening(tmp_path: Path, minutes: float) -> None:
     fake = FakeAudits()
     with new_study(tmp_path / "s", fake, minutes=minutes) as study:
         assert search(study, fake)[0] is Ending.TIME
-        assert fake.now <= 60 * minutes + 1e-6
+        assert study.budget.seconds <= 60 * minutes + 1e-6
+        assert fake.now == pytest.approx(study.budget.seconds + study.budget.spent(CLOSING))
         spent, ran = study.budget.seconds, len(fake.ran)
+        assert study.summary()["speedup"] > 1.4
     with reopened(tmp_path / "s", fake) as study:
         assert study.budget.seconds == pytest.approx(spent)
         assert search(study, fake)[0] is Ending.TIME
-        assert len(fake.ran) <= ran + 1
+        assert len(fake.ran) == ran
 
 
-def test_time_is_kept_for_the_full_audit_of_what_waits(tmp_path: Path) -> None:
-    fake = FakeAudits(seconds={Level.SCREEN: 6.0, Level.FULL: 45.0})
-    with new_study(tmp_path / "s", fake, minutes=2) as study:
-        search(study, fake)
-        assert study.summary()["speedup"] > 1.4
+def test_a_long_search_confirms_on_the_way_within_its_share(tmp_path: Path) -> None:
+    fake = FakeAudits(seconds={Level.SCREEN: 6.0, Level.FULL: 12.0})
+    with new_study(tmp_path / "s", fake, audits=34) as study:
+        _, seen = search(study, fake)
+        promoted = [each.audited for each in seen if each.stage == "promoted"]
+        assert promoted and promoted[0] < 34
+        fulls = [c for job in fake.ran for c in job.candidates if c.level is Level.FULL]
+        assert 12.0 * (len(fulls) - 1) <= study.budget.seconds / 3
+
+
+def test_when_the_best_is_not_confirmed_the_next_one_is_tried(tmp_path: Path) -> None:
+    def model(settings: Settings, phase: str) -> float:
+        return -0.4 * (settings["VALUES"] == "keys_by_4") - 0.2 * (settings["PARTITION"] == "cost")
+
+    fake = FakeAudits(model=model, fails_full=lambda settings: settings["VALUES"] == "keys_by_4")
+    with new_study(tmp_path / "s", fake) as study:
+        loop.run(study, Scripted(), run_job=fake)
+        root = study.store.source(study.root)
+        for settings in ({"PARTITION": "cost"}, {"VALUES": "keys_by_4"}):
+            study.admit(edit(study, root, **settings))
+        loop.run(study, Scripted(), run_job=fake)
+        (refused,) = query.promotions(study.store, granted=False)
+        assert refused.blocked_by == "full/requirements"
+        assert settings_of(study.store.source(study.incumbent))["PARTITION"] == "cost"
 
 
 def test_no_time_for_the_root_is_an_error_and_can_be_resumed(tmp_path: Path) -> None:
@@ -332,7 +357,7 @@ def test_an_edit_that_broke_a_requirement_is_not_made_again_while_the_code_is_th
     tmp_path: Path,
 ) -> None:
     fake = FakeAudits()
-    with new_study(tmp_path / "s", fake) as study:
+    with new_study(tmp_path / "s", fake, audits=25) as study:
         search(study, fake)
         inaccurate = [
             settings_of(study.store.source(sha))
@@ -340,7 +365,6 @@ def test_an_edit_that_broke_a_requirement_is_not_made_again_while_the_code_is_th
             if standing.status is Status.INACCURATE
         ]
         assert len(inaccurate) == 1
-        assert OPERATOR.contract.knobs  # the numeric knob was tried at all
 
 
 # Interruption
@@ -388,7 +412,7 @@ def resumed(folder: Path, fake: FakeAudits) -> tuple[list[str], str, int]:
 
 
 @pytest.mark.parametrize("error", [HereError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("place", [1, 2, 3, 7])
 def test_a_search_interrupted_in_its_audits_goes_on(
     tmp_path: Path, undisturbed: tuple[list[str], str, int], error: type[BaseException], place: int
 ) -> None:
@@ -440,7 +464,7 @@ def die_and_resume(folder: Path, place: int) -> tuple[tuple[list[str], str, int]
     return resumed(folder, fake), countdown.left <= 0
 
 
-@pytest.mark.parametrize("place", [1, 2, 5, 10, 61, 80, 90, 101, 112, 150, 201])
+@pytest.mark.parametrize("place", [2, 10, 61, 90, 112, 150, 201])
 def test_a_search_that_dies_while_recording_goes_on(
     tmp_path: Path, undisturbed: tuple[list[str], str, int], place: int
 ) -> None:
@@ -467,11 +491,11 @@ def test_stopping_ends_cleanly_and_drops_at_most_the_running_audit(tmp_path: Pat
         asked += 1
         return asked > 12
 
-    with new_study(tmp_path / "s", fake) as study:
+    with new_study(tmp_path / "s", fake, audits=8) as study:
         ending, seen = search(study, fake, should_stop=stop)
         assert ending is Ending.INTERRUPTED and seen[-1].stage == "interrupted"
         assert study.store.pending() or study.budget.audited
-        assert search(study, fake)[0] in (Ending.PATIENCE, Ending.OPPORTUNITIES)
+        assert search(study, fake)[0] is Ending.AUDITS
 
 
 def test_one_process_at_a_time_searches(tmp_path: Path) -> None:

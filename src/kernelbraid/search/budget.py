@@ -15,45 +15,60 @@ FLUSH_SECONDS = 2.0
 """A killed process loses at most about so much of the time it spent."""
 
 
+SEARCH = "search"
+CLOSING = "closing"
+
+
 class Budget:
     """Time and audits of one study.
 
     Seconds count while a process searches, and are written down as they pass: a killed search does not get
-    them back. Waiting for a machine is written down apart and counts against nothing.
+    them back. Two things are written down apart and count against nothing: waiting for a machine, and the
+    full audit that confirms the best candidate once a search has ended.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._since: float | None = None
+        self._purpose: str | None = None
+        self._since = 0.0
         with store.read() as session:
-            self._recorded = float(session.scalar(select(func.sum(Usage.wall_seconds))) or 0.0)
+            sums = session.execute(
+                select(Usage.purpose, func.sum(Usage.wall_seconds)).group_by(Usage.purpose)
+            )
+            self._recorded = {purpose: float(seconds) for purpose, seconds in sums}
 
     @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Count the time inside."""
-        self._since = self._clock()
+    def spending(self, purpose: str) -> Iterator[None]:
+        """Count the time inside as spent on `purpose`, SEARCH or CLOSING, and not on what it interrupts."""
+        self.flush(0.0)
+        before, self._purpose, self._since = self._purpose, purpose, self._clock()
         try:
             yield
         finally:
             self.flush(0.0)
-            self._since = None
+            self._purpose, self._since = before, self._clock()
 
     def flush(self, least: float = FLUSH_SECONDS) -> None:
         """Write down the seconds that passed, if there are at least `least`."""
-        if self._since is None:
+        if self._purpose is None:
             return
         now = self._clock()
         passed = now - self._since
         if passed >= least and passed > 0:
-            self._store.record_usage(Usage(purpose="search", wall_seconds=passed))
-            self._recorded += passed
+            self._store.record_usage(Usage(purpose=self._purpose, wall_seconds=passed))
+            self._recorded[self._purpose] = self._recorded.get(self._purpose, 0.0) + passed
             self._since = now
+
+    def spent(self, purpose: str) -> float:
+        """Seconds spent on a purpose so far."""
+        passing = self._clock() - self._since if purpose == self._purpose else 0.0
+        return self._recorded.get(purpose, 0.0) + passing
 
     @property
     def seconds(self) -> float:
         """Seconds spent searching."""
-        return self._recorded + (0.0 if self._since is None else self._clock() - self._since)
+        return self.spent(SEARCH)
 
     @property
     def seconds_left(self) -> float:

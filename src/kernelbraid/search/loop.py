@@ -5,7 +5,7 @@ anywhere, it goes on where it was.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage
+from kernelbraid.search.budget import CLOSING, SEARCH
 from kernelbraid.search.measured import aggregate, processes, provable
 from kernelbraid.search.proposers import Proposal, Proposer
 from kernelbraid.search.standings import Standing
@@ -22,10 +23,14 @@ from kernelbraid.search.study import Study
 
 BATCH = 3
 """Candidates in one job, so that one is built while another is checked."""
-FULL_OVER_SCREEN = 8.0
+FULL_OVER_SCREEN = 10.0
 """Seconds of a full audit over those of a screen, until one was seen."""
 CONFIRMING_SHARE = 1 / 3
-"""Part of the searching time that full audits may take before the end of a study."""
+"""Part of the searching time that full audits may take before the end of a search."""
+CLOSING_SECONDS = 900.0
+"""Limit of the full audit that closes a search, beyond the time to search."""
+MOST_CLOSINGS = 3
+"""Candidates that are confirmed at the end, if the first ones are refused."""
 
 
 class Ending(StrEnum):
@@ -74,6 +79,8 @@ def run(
 ) -> Ending:
     """Search until a budget, patience or the opportunities end, or until asked to stop.
 
+    At the end the best candidate gets its full audit, if it waits for one, beyond the time to search.
+
     Args:
         study: an open study; only one process at a time may search it.
         proposer: writes the candidates.
@@ -86,7 +93,7 @@ def run(
         RuntimeError: another process searches it, or its root is not a valid implementation.
     """
     study.require_current()
-    with study.store.controller_lock(), study.budget.searching():
+    with study.store.controller_lock(), study.budget.spending(SEARCH):
         search = _Search(study, proposer, progress, should_stop, run_job)
         try:
             return search.run()
@@ -109,40 +116,57 @@ class _Search:
         self._progress = progress
         self._should_stop = should_stop
         self._run_job = run_job
+        self._count()
 
     def run(self) -> Ending:
-        for evidence in audits.recover(self._study):
-            self._report(evidence)
+        self._report(audits.recover(self._study))
         self._audit_root()
+        closings = 0
         while True:
             self._settle()
             ending = self._ending()
-            requests = self._confirmation(ending)
-            if not requests and ending is None:
-                requests = self._screens()
-                ending = None if requests else Ending.OPPORTUNITIES
-                requests = requests or self._confirmation(ending)
-            if not requests:
-                assert ending is not None
+            requests = [] if ending is not None else self._confirmation() or self._screens()
+            if requests:
+                if not self._audit(requests, self._study.budget.seconds_left):
+                    self._require_time_limit()
+                continue
+            ending = ending or Ending.OPPORTUNITIES
+            if closings == MOST_CLOSINGS or not self._close():
                 return ending
-            if not self._audit(requests):
-                return self._cut_short()
+            closings += 1
 
-    def _cut_short(self) -> Ending:
+    def _close(self) -> bool:
+        """Confirm the best candidate that waits for it, on top of the time to search; False if none waits."""
+        waiting = lineage.awaiting(self._study)
+        if not waiting:
+            return False
+        with self._study.budget.spending(CLOSING):
+            found = self._audit(self._full(waiting[0]), CLOSING_SECONDS)
+        if not found:
+            raise RuntimeError(
+                f"the closing audit took more than {CLOSING_SECONDS:.0f} s and is still pending"
+            )
+        return True
+
+    def _require_time_limit(self) -> None:
         """A job gave no evidence: that is the time limit's doing, or something is wrong."""
         if math.isinf(self._study.budget.seconds_left):
             raise RuntimeError("an audit ended without evidence though no time limit cut it short")
-        return Ending.TIME
 
     def tell(self, stage: str, candidate: str, message: str, **details: object) -> None:
         budget = self._study.budget
         budget.flush()
-        left = {
-            "audited": budget.audited,
-            "audits_left": budget.audits_left,
-            "seconds_left": budget.seconds_left,
-        }
-        self._progress(Progress(stage, candidate[:12], message, **left, **details))  # type: ignore[arg-type]
+        self._progress(
+            Progress(
+                stage,
+                candidate[:12],
+                message,
+                audited=self._audited,
+                audits_left=self._audits_left,
+                seconds_left=budget.seconds_left,
+                **details,  # type: ignore[arg-type]
+            )
+        )
 
     # Action
 
@@ -181,7 +205,7 @@ class _Search:
     def _affordable(self) -> int:
         """How many candidates the next job may hold: at least one."""
         each = audits.expected_seconds(self._study, Level.SCREEN) or 0.0
-        left = self._study.budget.seconds_left - self._reserved()
+        left = self._study.budget.seconds_left
         by_time = math.inf if each == 0 else left // each
         return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
 
@@ -193,21 +217,18 @@ class _Search:
         if root is None:
             study.store.request_audit(study.root, Level.SCREEN)
             waiting = [each for each in self._pending(Level.SCREEN) if each.implementation == study.root]
-            self._audit(waiting)
+            self._audit(waiting, study.budget.seconds_left)
             root = study.standings().get(study.root)
         if root is None:
             raise RuntimeError("the time ended before the root was audited: allow more minutes")
         if not root.accepted or not root.timed:
             raise RuntimeError(f"the root is no valid start, {root.status}: {root.evidence.reason}")
 
-    def _audit(self, requests: list[AuditRequest]) -> bool:
+    def _audit(self, requests: list[AuditRequest], seconds: float) -> bool:
         """Run one job; return whether it gave evidence."""
-        left = self._study.budget.seconds_left
-        found = audits.run(
-            self._study, requests, seconds=left, progress=self._on_event, run_job=self._run_job
-        )
-        for evidence in found:
-            self._report(evidence)
+        progress, run_job = self._on_event, self._run_job
+        found = audits.run(self._study, requests, seconds=seconds, progress=progress, run_job=run_job)
+        self._report(found)
         return bool(found)
 
     def _on_event(self, event: jobs.Event) -> None:
@@ -215,16 +236,23 @@ class _Search:
         if self._should_stop():
             raise StopRequested
 
-    def _report(self, evidence: AuditEvidence) -> None:
-        timed = evidence.status in ACCEPTED and processes(evidence) > 0
-        self.tell(
-            "audited",
-            evidence.implementation,
-            evidence.reason,
-            status=evidence.status,
-            ratio=aggregate(evidence).ratio if timed else None,
-            smallest_gain=provable(evidence) if timed else None,
-        )
+    def _count(self) -> None:
+        """What every message tells, counted when it changes: there are many messages an audit."""
+        self._audited = self._study.budget.audited
+        self._audits_left = self._study.budget.audits_left
+
+    def _report(self, found: Sequence[AuditEvidence]) -> None:
+        self._count()
+        for evidence in found:
+            timed = evidence.status in ACCEPTED and processes(evidence) > 0
+            self.tell(
+                "audited",
+                evidence.implementation,
+                evidence.reason,
+                status=evidence.status,
+                ratio=aggregate(evidence).ratio if timed else None,
+                smallest_gain=provable(evidence) if timed else None,
+            )
 
     # Lineage
 
@@ -240,7 +268,7 @@ class _Search:
         if overtaken:
             self.tell("refused", "", f"{overtaken} candidates were measured against the former incumbent")
 
-    # When to confirm, and when to end
+    # When to end, and when to confirm
 
     def _ending(self) -> Ending | None:
         study = self._study
@@ -249,36 +277,31 @@ class _Search:
         if study.budget.audits_left < 1:
             return Ending.AUDITS
         each = audits.expected_seconds(study, Level.SCREEN) or 0.0
-        if study.budget.seconds_left < each + self._reserved():
+        if study.budget.seconds_left <= each:
             return Ending.TIME
         if query.audits_since_promotion(study.store) >= study.store.study.patience:
             return Ending.PATIENCE
         return None
 
-    def _reserved(self) -> float:
-        """Seconds kept for the full audit of the best candidate, where one waits for it."""
-        return self._full_seconds() if lineage.awaiting(self._study) else 0.0
-
-    def _full_seconds(self) -> float:
-        seen = audits.expected_seconds(self._study, Level.FULL)
-        return seen or FULL_OVER_SCREEN * (audits.expected_seconds(self._study, Level.SCREEN) or 0.0)
-
-    def _confirmation(self, ending: Ending | None) -> list[AuditRequest]:
+    def _confirmation(self) -> list[AuditRequest]:
         """The full audit of the best candidate that waits for one, if its time has come.
 
         A full audit costs as much as many screens, and a better candidate may come first. So it waits for the
         end of the search, unless full audits, this one included, stay within their share of the time.
         """
         waiting = lineage.awaiting(self._study)
-        if not waiting or not (ending is not None or self._may_confirm()):
+        if not waiting:
             return []
-        self._study.store.request_audit(waiting[0].sha256, Level.FULL)
-        return [each for each in self._pending(Level.FULL) if each.implementation == waiting[0].sha256]
-
-    def _may_confirm(self) -> bool:
-        budget, cost = self._study.budget, self._full_seconds()
+        screen = audits.expected_seconds(self._study, Level.SCREEN) or 0.0
+        cost = audits.expected_seconds(self._study, Level.FULL) or FULL_OVER_SCREEN * screen
         spent = math.fsum(_full_taken(each) for each in self._study.standings().values())
-        return spent + cost <= CONFIRMING_SHARE * budget.seconds and budget.seconds_left >= 3 * cost
+        budget = self._study.budget
+        early = spent + cost <= CONFIRMING_SHARE * budget.seconds and budget.seconds_left >= 3 * cost
+        return self._full(waiting[0]) if early else []
+
+    def _full(self, candidate: Standing) -> list[AuditRequest]:
+        self._study.store.request_audit(candidate.sha256, Level.FULL)
+        return [each for each in self._pending(Level.FULL) if each.implementation == candidate.sha256]
 
 
 def _full_taken(standing: Standing) -> float:

@@ -73,7 +73,7 @@ class Study:
             device: `cpu` or `cuda`.
             workloads: what is timed, with weights and limits; by default the operator's grid `study`.
             policy: `mutual` lets a candidate have bits of its own, `pinned` keeps the root's.
-            minutes: time to search; None for no limit.
+            minutes: time to search, the full audit that closes a search not included; None for no limit.
             audits: candidates to audit; None for no limit.
             patience: audits without a promotion after which the search ends.
             proposer: `knobs`, or `external` where candidates come through `submit`.

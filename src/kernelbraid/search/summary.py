@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kernelbraid.contract import Workload
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import AuditEvidence, Measurement
+from kernelbraid.search.budget import CLOSING
 from kernelbraid.search.measured import aggregate, cold, provable
 from kernelbraid.search.standings import Standing
 
@@ -40,6 +41,7 @@ def summary(study: "Study") -> dict[str, Any]:
             "comparisons": totals.comparisons,
             "unequal": totals.unequal,
             "seconds": study.budget.seconds,
+            "closing_seconds": study.budget.spent(CLOSING),
             "queue_seconds": totals.queue_seconds,
             "pending": totals.pending,
             "promotions": totals.promotions,

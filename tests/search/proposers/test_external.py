@@ -1,11 +1,12 @@
 """The verbs that drive a study from outside, round trip, in JSON."""
 
 import json
-import threading
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.search.fake_audit import OPERATOR, ROOT, FakeAudits, new_study
+from tests.search.fake_audit import OPERATOR, ROOT, FakeAudits, new_study, submit_and_audit
 
 from kernelbraid.contract import Source
 from kernelbraid.ir import query
@@ -197,30 +198,12 @@ def test_a_submission_to_a_new_study_audits_the_root_first(tmp_path: Path) -> No
 
 
 def test_several_submit_at_once_and_each_is_audited_once(folder: Path) -> None:
-    fake = FakeAudits()
-    settings = [{"VALUES": "keys_by_4"}, {"PARTITION": "cost"}, {"QUERY_TILE": 4}, {"QUERY_TILE": 1}]
-    problems: list[BaseException] = []
-
-    def agent(own: dict[str, int | str]) -> None:
-        try:
-            document = external.submit(
-                folder,
-                child(**own),
-                parents=[ROOT.sha256],
-                hypothesis=f"set {own}",
-                audit=True,
-                run_job=fake,
-            )
-            assert document["status"] is not None
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=agent, args=(own,)) for own in settings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert problems == []
+    settings: list[dict[str, int | str]] = [{"VALUES": "keys_by_4"}, {"PARTITION": "cost"}, {"QUERY_TILE": 4}]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(settings), mp_context=spawn) as agents:
+        given = [(folder, child(**each).text, ROOT.sha256) for each in settings]
+        statuses = list(agents.map(submit_and_audit, given))
+    assert None not in statuses
     with Study.open(folder) as study:
         study.store.check()
         assert study.store.pending() == []
