@@ -140,8 +140,9 @@ class _Search:
         waiting = lineage.awaiting(self._study)
         if not waiting:
             return False
+        requests = self._begun(waiting) or self._full(waiting[0])
         with self._study.budget.spending(CLOSING):
-            found = self._audit(self._full(waiting[0]), CLOSING_SECONDS)
+            found = self._audit(requests, CLOSING_SECONDS)
         if not found:
             raise RuntimeError(
                 f"the closing audit took more than {CLOSING_SECONDS:.0f} s and is still pending"
@@ -290,14 +291,20 @@ class _Search:
         end of the search, unless full audits, this one included, stay within their share of the time.
         """
         waiting = lineage.awaiting(self._study)
-        if not waiting:
-            return []
+        begun = self._begun(waiting)
+        if not waiting or begun:
+            return begun
         screen = audits.expected_seconds(self._study, Level.SCREEN) or 0.0
         cost = audits.expected_seconds(self._study, Level.FULL) or FULL_OVER_SCREEN * screen
         spent = math.fsum(_full_taken(each) for each in self._study.standings().values())
         budget = self._study.budget
         early = spent + cost <= CONFIRMING_SHARE * budget.seconds and budget.seconds_left >= 3 * cost
         return self._full(waiting[0]) if early else []
+
+    def _begun(self, waiting: list[Standing]) -> list[AuditRequest]:
+        """A full audit that was interrupted: it was due then, and is now."""
+        hashes = {each.sha256 for each in waiting}
+        return [each for each in self._pending(Level.FULL) if each.implementation in hashes][:1]
 
     def _full(self, candidate: Standing) -> list[AuditRequest]:
         self._study.store.request_audit(candidate.sha256, Level.FULL)

@@ -10,7 +10,7 @@ from kernelbraid.contract import KnobValue, Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ir.schema import OpportunityClosed, Outcome
-from kernelbraid.search import loop
+from kernelbraid.search import audits, loop
 from kernelbraid.search.proposers import Proposal, edits
 from kernelbraid.search.proposers.external import External
 from kernelbraid.search.proposers.knobs import KnobProposer
@@ -198,6 +198,22 @@ def test_opportunities_that_evidence_took_away_are_closed(tmp_path: Path) -> Non
         audited(study, fake, {"SCORES": "vectorised"})
         proposer.observe(study)
         assert all(each.edit["knobs"] != {"EXP2_DEGREE": 4} for each in query.open_opportunities(study.store))
+
+
+def test_opportunities_of_a_rejected_parent_are_closed(tmp_path: Path) -> None:
+    fake = calm(SCORES__vectorised=-0.3)
+    with new_study(tmp_path / "s", fake) as study:
+        audited(study, fake)
+        child = edits.apply(ROOT, {"SCORES": "vectorised"}, study.contract)
+        study.admit(Proposal(child, (ROOT.sha256,), "a test", proposer="test"))
+        (request,) = study.store.pending()
+        audits.run(study, [request], run_job=fake)
+        assert {each.parents for each in proposed(study)} == {(child.sha256,)}
+        fake.fails_full = lambda settings: True
+        loop.run(study, External(), run_job=fake)
+        assert {each.parents for each in proposed(study)} == {(ROOT.sha256,)}
+        assert Outcome.EXPIRED in closed(study).values()
+        assert all(each.parents == (ROOT.sha256,) for each in query.open_opportunities(study.store))
 
 
 def test_evidence_of_an_opportunity_is_what_its_estimate_rests_on(tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ class _Evidence:
                 if status not in CIRCUMSTANCES:
                     self._broken[(*child.functions(name), name, value)] = f"{status} at {sha[:12]}"
 
+    def rejected(self, sha: str) -> bool:
+        return sha in self._standings and not self._standings[sha].accepted
+
     def branch_point(self) -> Point | None:
         """The fastest implementation within its limits; a later one takes over if it is faster by STEP."""
         best: Point | None = None
@@ -244,6 +247,9 @@ class KnobProposer:
                 yield opportunity, point, edit
 
     def _retire(self, study: Study, evidence: _Evidence) -> None:
+        for opportunity in query.open_opportunities(study.store):
+            if any(evidence.rejected(parent) for parent in opportunity.parents):
+                _close(study, opportunity, Outcome.EXPIRED, "its parent was rejected")
         for opportunity, point, edit in list(self._open(study, evidence)):
             obstacle = evidence.obstacle(point, edit)
             if evidence.tried(point, edit):
