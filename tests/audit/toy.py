@@ -108,23 +108,22 @@ def lower(problem: Problem, layout: Layout) -> Program:
     pieces = layout.partition or tuple((shape.rows[b],) for b in layout.requests)
     inputs: dict[str, Array] = {}
     calls, spans, start = [], [], 0
-    done = dict.fromkeys(layout.requests, 0)
+    done = [0] * len(layout.requests)
     for t in range(max((len(p) for p in pieces), default=0)):
         new = [p[t] if t < len(p) else 0 for p in pieces]
-        held = [
-            shape.lengths[b] - shape.rows[b] + done[b] + n for b, n in zip(layout.requests, new, strict=True)
-        ]
+        done = [d + n for d, n in zip(done, new, strict=True)]
+        held = [shape.lengths[b] - shape.rows[b] + d for b, d in zip(layout.requests, done, strict=True)]
         inputs[f"x{t}"] = np.concatenate(
             [problem.requests[b]["x"][:n] for b, n in zip(layout.requests, held, strict=True)]
         )
         inputs[f"ends{t}"] = np.cumsum([0, *held], dtype=np.int32)
         inputs[f"rows{t}"] = np.array(new, np.int32)
-        total = sum(new)
-        calls.append(_call(f"x{t}", f"ends{t}", f"rows{t}", problem.scalars["scale"], start, start + total))
-        for b, n in zip(layout.requests, new, strict=True):
+        stop = start + sum(new)
+        calls.append(_call(f"x{t}", f"ends{t}", f"rows{t}", problem.scalars["scale"], start, stop))
+        for b, n, d in zip(layout.requests, new, done, strict=True):
             if n or (t == 0 and not shape.rows[b]):
-                spans.append(RowSpan("y", "out", 0, start, start + n, b, done[b]))
-            start, done[b] = start + n, done[b] + n
+                spans.append(RowSpan("y", "out", 0, start, start + n, b, d - n))
+            start += n
     outputs = {"out": ((start, width), "float32")}
     return Program(inputs, {}, outputs, tuple(calls), tuple(spans), dict(shape.constant_axes))
 

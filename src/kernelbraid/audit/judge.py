@@ -32,6 +32,7 @@ from kernelbraid.audit.stages import (
     Hands,
     Timing,
     build,
+    check_clocks,
     check_plausible,
     check_twin,
     contenders_of,
@@ -331,6 +332,8 @@ class Judge:
                 self._tell("timing", candidate, message, fraction, data)
 
             timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told)
+        if len(timing.rounds) >= self.rule.least:
+            check_clocks(timing.rounds, of["candidate"], programs)
         check_twin(lambda: self._start(candidate.source), timing.rounds)
         measured = timing.measurements(programs, of)
         if measured:

@@ -12,7 +12,6 @@ from kernelbraid.audit.cases import Process, vacuous
 from kernelbraid.audit.checks import Memory, check
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.measure import (
-    MARGIN,
     Block,
     Contender,
     ContenderFailure,
@@ -27,6 +26,11 @@ from kernelbraid.audit.timing import Sequential, Step, bound, smallest_gain, tot
 from kernelbraid.contract import Source, content_hash
 from kernelbraid.ir.evidence import Measurement, Status, Verdict
 from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program
+
+MARGIN = 1.2
+"""A time below the machine's bound by more than this factor is implausible."""
+DISAGREEMENT = 0.20
+"""Share, beside a millisecond, by which a worker's clock may differ from the judge's."""
 
 ROLES = ("root", "incumbent", "candidate")
 
@@ -311,6 +315,19 @@ def check_twin(start: Callable[[], Worker], rounds: Sequence[Round]) -> None:
             repeat_by_twin(twin, blocks)
     except WorkerFailure as failure:
         raise Ended(failure.status, failure.reason, failure.output) from failure
+
+
+def check_clocks(rounds: Sequence[Round], name: str, programs: Sequence[TimedProgram]) -> None:
+    """Refuse a contender whose own clock disagrees with the judge's in every batch of a workload.
+
+    In every batch, because a busy machine delays the judge in some. Raises Ended.
+    """
+    for index, program in enumerate(programs):
+        batches = [clock for each in rounds for clock in each.clocks[name][index]]
+        if all(abs(ours - theirs) > DISAGREEMENT * ours + 1e-3 for ours, theirs in batches):
+            ours, theirs = batches[0]
+            says = f"the worker's clock says {1e3 * theirs:.1f} ms, the judge's {1e3 * ours:.1f} ms"
+            raise Ended(Status.IMPLAUSIBLE, f"{says}, and so in every batch of {program.workload.name}")
 
 
 def check_plausible(

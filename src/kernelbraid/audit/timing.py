@@ -66,7 +66,7 @@ class Sequential:
         """The upper bound after the last round if the remaining processes look like those so far."""
         mean, spread = _log_ratios(candidate_ms, incumbent_ms)
         quantile = student_quantile(self.confidence, self.most - 1)
-        return math.exp(mean + quantile * spread / math.sqrt(self.most))
+        return _exp(mean + quantile * spread / math.sqrt(self.most))
 
 
 def bound(
@@ -88,7 +88,7 @@ def bound(
     if len(candidate_ms) < 2:
         return math.exp(mean), math.inf, 0.0
     width = _width(len(candidate_ms), spread, confidence)
-    return math.exp(mean), math.exp(mean + width), math.exp(mean - width)
+    return math.exp(mean), _exp(mean + width), _exp(mean - width)
 
 
 def smallest_gain(
@@ -124,6 +124,10 @@ def _log_ratios(candidate_ms: Sequence[float], baseline_ms: Sequence[float]) -> 
     if len(logs) == 1:
         return mean, 0.0
     return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
 
 
 def _width(pairs: int, spread: float, confidence: float) -> float:
