@@ -44,6 +44,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         "globals()['x']",
         "getattr(object, 'x' + 'y')",
         "getattr(object, '__subclasses__')",
+        "getattr(builder.__class__, 'x' + 'y')",
         "setattr(object, 'x', 1)",
         "().__class__.__bases__",
         "(lambda: 0).__globals__",
@@ -75,6 +76,7 @@ def test_what_implementations_may_not_use(text: str) -> None:
         "class A:\n    __slots__ = ()\n    def __init__(self): pass\nA.__name__",
         "import functools, itertools, math, operator, dataclasses, typing, enum",
         "getattr(object, 'shape', None)",
+        "class V:\n    def f(self, n):\n        return getattr(self.builder, n)()\n    __add__, __lt__ = f, f",
         "def f(row, builder, carray):\n    return carray(row.ctypes, (1,)), builder.load(row)",
     ],
 )

@@ -98,9 +98,39 @@ ATTRIBUTES = frozenset(
 FILES = frozenset({"load", "save"})
 """Functions of numpy that touch files and share their names with harmless methods."""
 
-DUNDERS = frozenset(
-    {"__doc__", "__enter__", "__exit__", "__init__", "__len__", "__name__", "__post_init__", "__slots__"}
-)
+OPERATORS = frozenset(
+    f"__{prefix}{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "matmul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+    for prefix in ("", "r", "i")
+) | {"__neg__", "__invert__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__hash__"}
+
+DUNDERS = OPERATORS | {
+    "__call__",
+    "__contains__",
+    "__doc__",
+    "__enter__",
+    "__exit__",
+    "__getitem__",
+    "__init__",
+    "__iter__",
+    "__len__",
+    "__name__",
+    "__post_init__",
+    "__slots__",
+}
 """The only double-underscore names that an implementation may mention."""
 
 
@@ -184,7 +214,12 @@ def _import_from(line: int, module: str, names: list[str], level: int) -> Iterat
 
 
 def _getattr(line: int, arguments: list[ast.expr]) -> Iterator[Finding]:
-    """`getattr` may name an attribute that one may also write out; anything computed hides its target."""
+    """`getattr` may name an attribute that one may also write out; anything computed hides its target.
+
+    Except on an LLVM builder, whose instructions code that writes code picks by name.
+    """
+    if arguments and ast.unparse(arguments[0]).split(".")[-1] == "builder":
+        return
     name = arguments[1] if len(arguments) > 1 else None
     if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
         yield Finding(line, "getattr with a computed name")
