@@ -76,7 +76,7 @@ def test_what_implementations_may_not_use(text: str) -> None:
         "class A:\n    __slots__ = ()\n    def __init__(self): pass\nA.__name__",
         "import functools, itertools, math, operator, dataclasses, typing, enum",
         "getattr(object, 'shape', None)",
-        "class V:\n    def f(self, n):\n        return getattr(self.builder, n)()\n    __add__, __lt__ = f, f",
+        "class V:\n    def f(self, n):\n        getattr(self.builder, n)()\n    __add__, __lt__ = f, f",
         "def f(row, builder, carray):\n    return carray(row.ctypes, (1,)), builder.load(row)",
     ],
 )

@@ -79,12 +79,12 @@ class Arena:
 
     def place(self, specifications: Specifications) -> None:
         """Lay arrays out from the start; what lay there before loses its name."""
+        assert size_of(specifications) <= self.size, (size_of(specifications), self.size)
         self.placements, self.arrays, end = [], {}, 0
         for name, (shape, dtype) in specifications.items():
             self.placements.append({"name": name, "offset": end, "shape": list(shape), "dtype": dtype})
             self.arrays[name] = np.ndarray(shape, dtype, buffer=self._memory, offset=end)
             end += _aligned(shape, dtype)
-        assert end <= self.size, (end, self.size)
 
     def seal(self) -> None:
         """From here on nobody but this process, through the mapping it has, can write to the arena.

@@ -1,0 +1,44 @@
+"""The fingerprint of a machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kernelbraid.audit import environment
+from kernelbraid.ops import installed
+
+
+def test_the_fingerprint_of_this_machine() -> None:
+    found = environment.fingerprint(rates=False)
+    assert found.architecture == "cpu" and found.device == installed.cpu_model()
+    assert found.cores >= 1 and found.memory_gib > 0.1 and found.cache_bytes >= 1 << 18
+    assert {"python", "numpy", "numba"} <= dict(found.versions).keys()
+    assert found.flops == found.bandwidth == 0
+    assert found.comparable(environment.fingerprint(rates=False))
+
+
+def test_rates_are_the_best_of_every_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_rates", [(1.0, 1e18)])
+    assert environment.measured_rates() == (1.0, 1e18)
+    flops, bandwidth = environment.measured_rates(again=True)
+    assert flops > 1e8 and bandwidth == 1e18
+
+
+def test_versions_are_read_without_importing() -> None:
+    code = "from kernelbraid.audit import environment; environment.fingerprint(rates=False); import sys; "
+    code += "print([name for name in ('numba', 'torch', 'triton', 'pynvml') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.require_device("cpu")
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
+        environment.require_device("tpu")
+    monkeypatch.setattr(environment, "gpus", lambda: ())
+    with pytest.raises(ValueError, match="has no NVIDIA GPU"):
+        environment.require_device("cuda")
+    monkeypatch.setattr(environment, "gpus", lambda: ("NVIDIA X",))
+    with pytest.raises(ValueError, match="audits on the CPU alone"):
+        environment.require_device("cuda")
