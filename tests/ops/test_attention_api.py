@@ -190,6 +190,7 @@ def test_no_grad_parameters_pass():
 
 
 def refused(function, arguments, changes, message):
+    changes = {name: value() if callable(value) else value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         function(**{**arguments, **changes})
 
@@ -269,10 +270,13 @@ PAGED_CASES = {
     "max_seqlen_k": ({"max_seqlen_k": 21}, r"max_seqlen_k must be between 22, the longest of a request"),
     "max_seqlen_q": ({"max_seqlen_q": 4}, r"max_seqlen_q must be between 5"),
     "negative page": (
-        {"page_table": table_with(0, 2, -1)},
+        {"page_table": lambda: table_with(0, 2, -1)},
         r"page_table\[0, 2\] is in use.*0 and 11, got -1",
     ),
-    "wild page": ({"page_table": table_with(2, 5, 12)}, r"page_table\[2, 5\] is in use.*0 and 11, got 12"),
+    "wild page": (
+        {"page_table": lambda: table_with(2, 5, 12)},
+        r"page_table\[2, 5\] is in use.*0 and 11, got 12",
+    ),
     "table dtype": ({"page_table": torch.zeros(3, 6, dtype=torch.int64)}, r"page_table must be torch.int32"),
     "out shape": ({"out": torch.zeros(7, HEADS, D)}, r"out must have shape \[6, 6, 64\]"),
     "out dtype": ({"out": torch.zeros(6, HEADS, D, dtype=torch.float64)}, r"out must be torch.float32"),

@@ -186,7 +186,7 @@ def _spread(count: int, low: int, high: int) -> tuple[int, ...]:
 SMOLLM2_135M = (9, 3, 64)
 QWEN3_8B = (32, 8, 128)
 SCOPES = ((2, 2, 128), (6, 2, 128), (5, 1, 64), (6, 1, 64), (7, 1, 128), (14, 2, 64), (8, 1, 64))
-"""Query heads, KV heads and head_dim of the other verified models: groups of 1, 3, 5, 6, 7 and 8 query heads."""
+"""Query heads, KV heads, head_dim of other verified models: groups of 1, 3, 5, 6, 7 and 8 query heads."""
 
 
 def _study_grid() -> tuple[Workload, ...]:
