@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Run:
             env={**os.environ, "KERNELBRAID_HOME": str(tmp_path / "home"), **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
 
     return call
@@ -246,3 +246,56 @@ def test_classification_of_errors() -> None:
         assert classify(error) is code
         assert words in sentence(error)
         assert "\n" not in sentence(error)
+
+
+@pytest.mark.slow
+def test_a_short_search_and_what_follows(run: Run, tmp_path: Path) -> None:
+    done = run(
+        *("search", "attention", "--root", STRAIGHTFORWARD, "--device", "cpu", "--audits", "1"),
+        *("--minutes", "4", "--study", "study", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["operator"] == "attention" and found["device"] == "cpu"
+    assert len(found["root"]) == len(found["best"]) == 64
+    assert found["audited"] >= 1 and found["unequal"] == 0 and found["comparisons"] > 1_000_000
+    assert found["speedup"] > 0 and found["seconds"] > 0
+    assert sum(found["rejected"].values()) + found["verified"] == found["audited"]
+    assert "audited" in done.stderr
+
+    shown = json.loads(run("show", "study", "--json").stdout)
+    candidate = next(each for each in shown["implementations"] if each["parents"])
+    assert run("show", "study", candidate["implementation"]).returncode == 0
+    differing = json.loads(run("diff", "study", found["root"], candidate["implementation"], "--json").stdout)
+    assert len(differing["knobs"]) == 1 and differing["patch"].startswith("---")
+
+
+@pytest.mark.slow
+def test_an_audit_travels(run: Run, tmp_path: Path) -> None:
+    from kernelbraid.ir.evidence import Level
+    from kernelbraid.search.study import Study
+
+    with Study.create(tmp_path / "study", "attention", STRAIGHTFORWARD, proposer="external") as made:
+        made.store.request_audit(made.root, Level.SCREEN)
+    exported = json.loads(run("audit", "export", "study", "-o", "job.json", "--json").stdout)
+    assert exported["audits"] == 1
+    assert run("audit", "run", "job.json", "-o", "results.jsonl", "--minutes", "0").returncode == 0
+    done = run("audit", "run", "job.json", "-o", "results.jsonl", "--json")
+    assert json.loads(done.stdout)["answered"] == 1, done.stderr
+    for expected in ({"recorded": 1, "repeated": 0}, {"recorded": 0, "repeated": 1}):
+        assert json.loads(run("audit", "import", "study", "results.jsonl", "--json").stdout) == expected
+    assert json.loads(run("evidence", "study", exported_root(tmp_path)).stdout)["verified"] is True
+
+
+def exported_root(folder: Path) -> str:
+    return str(json.loads((folder / "job.json").read_text())["job"]["root"]["sha256"])
+
+
+@pytest.mark.slow
+def test_verify_screen(run: Run) -> None:
+    done = run("verify", "attention", "--level", "screen", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["held"] and document["unequal"] == 0 and document["comparisons"] > 1_000_000
+    [report] = document["operators"]
+    assert {"relation", "regime", "comparisons", "unequal", "first_difference"} <= set(report["relations"][0])

@@ -196,9 +196,11 @@ def bench(
 
 @app.command()
 def selftest(
-    operator: Annotated[str, typer.Argument(help="Whose shipped implementation is the honest one.")] = (
-        "attention"
-    ),
+    operator: Annotated[str, typer.Argument(help="What the candidates implement.")] = "attention",
+    root: Annotated[
+        Path | None,
+        typer.Option(help="The honest implementation; default: the shipped one.", metavar="FILE"),
+    ] = None,
     trials: Annotated[int, typer.Option("--aa", help="Trials of identical source.", min=0)] = 10,
     only: Annotated[
         list[str] | None, typer.Option("--fixture", help="Audit this fixture alone; may be repeated.")
@@ -211,10 +213,12 @@ def selftest(
     from kernelbraid.audit import fixtures
     from kernelbraid.audit import selftest as test
     from kernelbraid.report import table
+    from kernelbraid.search.study import read_source
 
     document = test.selftest(
         ops.get(operator),
         _promotable,
+        honest=read_source(root) if root else None,
         device=device,
         trials=trials,
         fixtures=fixtures.named(only) if only else fixtures.FIXTURES,

@@ -75,6 +75,7 @@ def selftest(
     operator: Operator,
     promotable: Promotable,
     *,
+    honest: Source | None = None,
     device: str = "cpu",
     trials: int = 10,
     fixtures: Sequence[Fixture] = FIXTURES,
@@ -83,15 +84,17 @@ def selftest(
     """Run fixtures, swapped labels and trials, and return a JSON-able document.
 
     Args:
-        operator: whose shipped implementation is the honest one.
+        operator: what the candidates implement.
         promotable: the promotion rule.
+        honest: the implementation that is abused; by default the shipped one.
         device: `cpu` or `cuda`.
         trials: of identical source.
         fixtures: hostile candidates to audit.
         progress: told of each step in a few words.
     """
     with tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch:
-        test = _Selftest(operator, promotable, device, Path(scratch), progress)
+        source = honest or ops.source(operator, device)
+        test = _Selftest(operator, promotable, source, device, Path(scratch), progress)
         hostile = [test.hostile(fixture) for fixture in fixtures]
         swapped = list(test.swapped()) if len(fixtures) != 1 else []
         return {
@@ -115,6 +118,7 @@ class _Selftest:
         self,
         operator: Operator,
         promotable: Promotable,
+        honest: Source,
         device: str,
         scratch: Path,
         progress: Callable[[str], None],
@@ -123,8 +127,8 @@ class _Selftest:
         self.promotable = promotable
         self.device = device
         self.environment = fingerprint(device)
-        self.honest = ops.source(operator, device)
-        self.workloads = _cheapest(operator)
+        self.honest = honest
+        self.workloads = cheapest(operator)
         self._scratch = scratch
         self._tell = progress
 
@@ -280,7 +284,7 @@ def smallest_gain(rule: Sequential, trials: Sequence[Pair], share: float = SHARE
     return high
 
 
-def _cheapest(operator: Operator) -> tuple[Workload, ...]:
+def cheapest(operator: Operator) -> tuple[Workload, ...]:
     """The study's cheapest workloads, one a phase, that share the first one's constant axes."""
     found: list[Workload] = []
     for workload in sorted(operator.grids["study"], key=lambda each: operator.cost(each).flops):
