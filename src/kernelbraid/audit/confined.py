@@ -75,6 +75,7 @@ class Confined:
         """Size of the shared buffers it maps, which its memory limit does not count."""
         self.elapsed = 0.0
         """Seconds from the last request to its answer, by the judge's clock."""
+        self._judge = os.getpid()
         self._mark = secrets.token_hex(8)
         self._folder = folder
         self._printed = bytearray()
@@ -151,8 +152,10 @@ class Confined:
         self._started = time.perf_counter()
         try:
             self._send(text, descriptors)
-        except (ConnectionError, TimeoutError) as error:
-            raise self._ended(f"it did not take the request ({type(error).__name__})") from error
+        except TimeoutError as error:
+            raise self.fail(Status.TIMED_OUT, f"the request was not taken within {seconds:g} s") from error
+        except ConnectionError as error:
+            raise self._ended("it ended before the request") from error
 
     def _send(self, text: bytes, descriptors: Sequence[int]) -> None:
         frame = struct.pack("<I", len(text)) + text
@@ -292,7 +295,7 @@ class Confined:
 
     def kill(self) -> None:
         """End the process and everything below it. Harmless when it is dead."""
-        if self.dead:
+        if self.dead or os.getpid() != self._judge:
             return
         self.dead = True
         self._expected = None

@@ -10,10 +10,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +28,7 @@ from kernelbraid.audit.process import Limits, Worker, WorkerFailure, prune_compi
 from kernelbraid.audit.stages import (
     Built,
     Ended,
+    Findings,
     Hands,
     Timing,
     build,
@@ -43,28 +43,12 @@ from kernelbraid.audit.stages import (
 )
 from kernelbraid.audit.timing import Sequential, Step
 from kernelbraid.contract import BitPolicy, Source, Workload
-from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Measurement, Status, Verdict
+from kernelbraid.ir.evidence import AuditEvidence, Level, Status
 from kernelbraid.ops.installed import home
 from kernelbraid.ops.problem import Operator
 
 BUILT_TOGETHER = 2
 """Candidates that are built at the same time, while nothing is timed."""
-
-
-@dataclass(slots=True)
-class _Findings:
-    """What an audit has found so far."""
-
-    seed: int
-    started: float
-    status: Status = Status.VERIFIED
-    reason: str = ""
-    output: str = ""
-    built: Built | None = None
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    measurements: tuple[Measurement, ...] = ()
-    specialisations: tuple[str, ...] = ()
-    seconds: list[tuple[str, float]] = field(default_factory=list)
 
 
 class Judge:
@@ -189,7 +173,7 @@ class Judge:
         Raises:
             RuntimeError: the root or the incumbent fails, so that nothing can be said of the candidate.
         """
-        found = _Findings(seed=secrets.randbits(31), started=time.time())
+        found = Findings(seed=secrets.randbits(31), started=time.time())
         try:
             self._stages(candidate, found, deadline)
         except Ended as ended:
@@ -201,36 +185,40 @@ class Judge:
             for worker in self._workers:
                 if worker is not kept and worker not in [ahead for ahead, _, _ in self._ahead.values()]:
                     worker.kill()
-        evidence = self._evidence(candidate, found)
+        evidence = found.evidence(self.job, candidate, self.environment)
         verdict = evidence.reason or evidence.status.value
         self._tell("done", candidate, verdict, 1.0, {"status": evidence.status.value})
         return evidence
 
-    def _stages(self, candidate: Candidate, found: _Findings, deadline: float | None) -> None:
+    def _stages(self, candidate: Candidate, found: Findings, deadline: float | None) -> None:
         with self._stage("tripwires", candidate, found, deadline):
             if (ended := tripped(candidate.source)) is not None:
                 raise ended
         built = self._built(candidate, found)
         hands = self._hands(candidate, built)
-        level = candidate.level
-        for name in (Level.SMOKE, Level.SCREEN):
-            if name is Level.SMOKE or level is not Level.SMOKE:
-                with self._stage(name.value, candidate, found, deadline):
-                    self._check(name, candidate, found, hands, deadline)
-        if level is Level.SMOKE:
+        with self._stage("smoke", candidate, found, deadline):
+            self._check(Level.SMOKE, candidate, found, hands, deadline)
+        if candidate.level is Level.SMOKE:
             found.specialisations = built.worker.specialisations()
             return
-        with self._stage("timing", candidate, found, deadline):
-            timing = self._time(candidate, found, built, deadline)
+        with self._stage("inputs", candidate, found, deadline):
+            programs = self._timed_programs(candidate.level)
+        rounds, of = self._rounds(candidate, built, programs)
+        with rounds:
+            rounds.begin()  # its processes import while the screen leaves a core idle
+            with self._stage("screen", candidate, found, deadline):
+                self._check(Level.SCREEN, candidate, found, hands, deadline)
+            with self._stage("timing", candidate, found, deadline):
+                timing = self._time(candidate, found, rounds, programs, of, deadline)
         if timing.step is Step.HOPELESS:
             found.status, found.reason = Status.STOPPED, timing.reason
-        elif level is Level.FULL:
+        elif candidate.level is Level.FULL:
             self._confirm(candidate, found, hands, timing, deadline)
 
     def _confirm(
         self,
         candidate: Candidate,
-        found: _Findings,
+        found: Findings,
         hands: Hands,
         timing: Timing,
         deadline: float | None,
@@ -242,21 +230,24 @@ class Judge:
             return
         with self._stage("full", candidate, found, deadline):
             self._check(Level.FULL, candidate, found, hands, deadline)
+            assert found.built is not None
+            found.specialisations = found.built.worker.specialisations()
 
     @contextmanager
     def _stage(
-        self, name: str, candidate: Candidate, found: _Findings, deadline: float | None
+        self, name: str, candidate: Candidate, found: Findings, deadline: float | None
     ) -> Iterator[None]:
         if deadline is not None and time.monotonic() > deadline:
             raise Ended(Status.INTERRUPTED, f"the time ended before {name}")
-        self._tell(name, candidate, name, 0.0)
+        if name != "inputs":
+            self._tell(name, candidate, name, 0.0)
         start = time.perf_counter()
         try:
             yield
         finally:
             found.seconds.append((name, round(time.perf_counter() - start, 4)))
 
-    def _built(self, candidate: Candidate, found: _Findings) -> Built:
+    def _built(self, candidate: Candidate, found: Findings) -> Built:
         """Take what was built ahead, and look at what it declares."""
         if candidate.request not in self._ahead or self._root is None:
             self.prepare([candidate])
@@ -296,7 +287,7 @@ class Judge:
         return Hands(workers)
 
     def _check(
-        self, level: Level, candidate: Candidate, found: _Findings, hands: Hands, deadline: float | None
+        self, level: Level, candidate: Candidate, found: Findings, hands: Hands, deadline: float | None
     ) -> None:
         """Check every requirement at one level, under each set of constant axes."""
         built, root = found.built, self._root
@@ -315,23 +306,40 @@ class Judge:
 
     # ---- timing
 
-    def _time(self, candidate: Candidate, found: _Findings, built: Built, deadline: float | None) -> Timing:
-        programs = self._timed_programs(candidate.level)
+    def _rounds(
+        self, candidate: Candidate, built: Built, programs: tuple[TimedProgram, ...]
+    ) -> tuple[Rounds, dict[str, str]]:
         assert self._root is not None
-        sources = (self.job.root, self.job.incumbent, candidate.source)
-        agrees = built.bits_ids == self._root.bits_ids
         contenders, of = contenders_of(
-            sources, self.operator.entry_points, programs, agrees, self.job.separate
+            (self.job.root, self.job.incumbent, candidate.source),
+            self.operator.entry_points,
+            programs,
+            agrees=built.bits_ids == self._root.bits_ids,
+            separate=self.job.separate,
         )
-        starts = {c.name: c.source for c in contenders}
-        with Rounds(contenders, lambda c: self._start(starts[c.name]), self._sweep) as rounds:
-            rounds.begin()
-            found.specialisations = warm_specialisations(built.worker, programs)
+        rounds = Rounds(
+            contenders,
+            lambda contender: self._start(contender.source),
+            self._sweep,
+            too_slow=self.rule.too_slow,
+        )
+        return rounds, of
 
-            def told(message: str, fraction: float, data: dict[str, float]) -> None:
-                self._tell("timing", candidate, message, fraction, data)
+    def _time(
+        self,
+        candidate: Candidate,
+        found: Findings,
+        rounds: Rounds,
+        programs: tuple[TimedProgram, ...],
+        of: Mapping[str, str],
+        deadline: float | None,
+    ) -> Timing:
+        def told(message: str, fraction: float, data: dict[str, float]) -> None:
+            self._tell("timing", candidate, message, fraction, data)
 
-            timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told)
+        assert found.built is not None
+        found.specialisations = warm_specialisations(found.built.worker, programs)
+        timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told)
         if len(timing.rounds) >= self.rule.least:
             check_clocks(timing.rounds, of["candidate"], programs)
         check_twin(lambda: self._start(candidate.source), timing.rounds)
@@ -364,32 +372,6 @@ class Judge:
             raise RuntimeError(f"the root fails in {workload.name}: {failure.reason}") from failure
         self._root.worker.drop(loaded)
         return min(seconds)
-
-    # ---- records
-
-    def _evidence(self, candidate: Candidate, found: _Findings) -> AuditEvidence:
-        job, built = self.job, found.built
-        accepted = found.status in ACCEPTED
-        return AuditEvidence(
-            job=candidate.request,
-            implementation=candidate.source.sha256,
-            root=job.root.sha256,
-            incumbent=job.incumbent.sha256,
-            level=candidate.level,
-            status=found.status,
-            reason=found.reason,
-            bits_id=built.bits_id if built is not None else None,
-            numerics=tuple(sorted(built.numerics.items())) if built is not None else (),
-            verdicts=tuple(found.verdicts.values()),
-            measurements=found.measurements if accepted else (),
-            specialisations=found.specialisations,
-            seconds=tuple(found.seconds),
-            seed=found.seed,
-            environment=self.environment,
-            harness=job.harness,
-            output=found.output or (built.worker.printed if built is not None else ""),
-            started=found.started,
-        )
 
     def _tell(
         self,

@@ -1,5 +1,6 @@
 """Timing by rounds: fresh processes of every contender, interleaved batches, one process active at a time."""
 
+import math
 import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,6 @@ from kernelbraid.ops.problem import Array
 
 EMPTY_BATCHES = 5
 """Batches without a call; the shortest is what a request costs by itself."""
-TOO_SLOW = 4.0
-"""A workload of which every batch takes this many times the root's ends the timing."""
 
 
 Clock = tuple[float, float]
@@ -114,7 +113,7 @@ class Rounds:
         start: Callable[[Contender], Worker],
         sweep: Sweep,
         protocol: Protocol = "cold",
-        too_slow: float = TOO_SLOW,
+        too_slow: float = math.inf,
     ) -> None:
         self._contenders = tuple(contenders)
         self._start = start

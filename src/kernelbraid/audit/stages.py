@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from kernelbraid.audit.measure import (
     TooSlow,
     repeat_by_twin,
 )
+from kernelbraid.audit.orders import AuditJob, Candidate
 from kernelbraid.audit.pools import Machine, TimedProgram
 from kernelbraid.audit.process import BuildReport, Worker, WorkerFailure
 from kernelbraid.audit.timing import Sequential, Step, bound, smallest_gain, totals
 from kernelbraid.contract import Source, content_hash
-from kernelbraid.ir.evidence import Measurement, Status, Verdict
+from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Environment, Measurement, Status, Verdict
 from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program
 
 MARGIN = 1.2
@@ -61,6 +62,46 @@ class Built:
     @property
     def numerics(self) -> dict[str, int]:
         return self.reports[0].numerics
+
+
+@dataclass(slots=True)
+class Findings:
+    """What an audit has found so far."""
+
+    seed: int
+    started: float
+    status: Status = Status.VERIFIED
+    reason: str = ""
+    output: str = ""
+    built: Built | None = None
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    measurements: tuple[Measurement, ...] = ()
+    specialisations: tuple[str, ...] = ()
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+
+    def evidence(self, job: AuditJob, candidate: Candidate, environment: Environment) -> AuditEvidence:
+        """The record; times are dropped unless everything holds."""
+        built = self.built
+        return AuditEvidence(
+            job=candidate.request,
+            implementation=candidate.source.sha256,
+            root=job.root.sha256,
+            incumbent=job.incumbent.sha256,
+            level=candidate.level,
+            status=self.status,
+            reason=self.reason,
+            bits_id=built.bits_id if built is not None else None,
+            numerics=tuple(sorted(built.numerics.items())) if built is not None else (),
+            verdicts=tuple(self.verdicts.values()),
+            measurements=self.measurements if self.status in ACCEPTED else (),
+            specialisations=self.specialisations,
+            seconds=tuple(self.seconds),
+            seed=self.seed,
+            environment=environment,
+            harness=job.harness,
+            output=self.output or (built.worker.printed if built is not None else ""),
+            started=self.started,
+        )
 
 
 def build(

@@ -19,6 +19,8 @@ LEAST_ROUNDS = 3
 """Processes of each side below which nothing is proven."""
 MOST_ROUNDS = 8
 """Processes of each side after which an undecided candidate is left undecided."""
+TOO_SLOW = 4.0
+"""A workload of which every batch of a round takes this many times the root's ends the timing."""
 HOPELESS = (1.02, 1.0)
 """After one round, and after two: a larger ratio to the incumbent ends the timing."""
 
@@ -48,6 +50,7 @@ class Sequential:
     gain: float = GAIN
     confidence: float = CONFIDENCE
     hopeless: tuple[float, ...] = HOPELESS
+    too_slow: float = TOO_SLOW
 
     def after(self, candidate_ms: Sequence[float], incumbent_ms: Sequence[float]) -> Step:
         """Decide from one aggregate a process of each side, in the order of measurement."""
