@@ -21,7 +21,7 @@ import numpy as np
 from kernelbraid.audit import environment
 from kernelbraid.audit.cases import Process
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.audit.measure import Rounds
+from kernelbraid.audit.measure import Rounds, contenders_of
 from kernelbraid.audit.orders import AuditJob, Candidate, Event
 from kernelbraid.audit.pools import Machine, Sweep, TimedProgram, timed_programs
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure, prune_compiled
@@ -30,12 +30,12 @@ from kernelbraid.audit.stages import (
     Ended,
     Findings,
     Hands,
+    Later,
     Timing,
     build,
     check_clocks,
     check_plausible,
     check_twin,
-    contenders_of,
     run_checks,
     run_timing,
     tripped,
@@ -195,7 +195,8 @@ class Judge:
             if (ended := tripped(candidate.source)) is not None:
                 raise ended
         built = self._built(candidate, found)
-        hands = self._hands(candidate, built)
+        fresh = Later(lambda: self._start(candidate.source))
+        hands = self._hands(built.worker, fresh)
         with self._stage("smoke", candidate, found, deadline):
             self._check(Level.SMOKE, candidate, found, hands, deadline)
         if candidate.level is Level.SMOKE:
@@ -205,7 +206,8 @@ class Judge:
             programs = self._timed_programs(candidate.level)
         rounds, of = self._rounds(candidate, built, programs)
         with rounds:
-            rounds.begin()  # its processes import while the screen leaves a core idle
+            fresh.begin()
+            rounds.begin()  # all of them import while the screen leaves a core idle
             with self._stage("screen", candidate, found, deadline):
                 self._check(Level.SCREEN, candidate, found, hands, deadline)
             with self._stage("timing", candidate, found, deadline):
@@ -266,24 +268,12 @@ class Judge:
             raise Ended(Status.WRONG_BITS_ID, reason)
         return built
 
-    def _hands(self, candidate: Candidate, built: Built) -> Hands:
-        fresh: list[Worker] = []
-
-        def another() -> Worker:
-            if not fresh:
-                fresh.append(self._start(candidate.source))
-                fresh[0].build()
-            return fresh[0]
-
+    def _hands(self, main: Worker, fresh: Later) -> Hands:
         def root() -> Worker:
             assert self._root is not None
             return self._root.worker
 
-        workers: dict[Process, Callable[[], Worker]] = {
-            "main": lambda: built.worker,
-            "fresh": another,
-            "root": root,
-        }
+        workers: dict[Process, Callable[[], Worker]] = {"main": lambda: main, "fresh": fresh, "root": root}
         return Hands(workers)
 
     def _check(

@@ -17,6 +17,7 @@ from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ops.problem import Array
 
+ROLES = ("root", "incumbent", "candidate")
 EMPTY_BATCHES = 5
 """Batches without a call; the shortest is what a request costs by itself."""
 
@@ -55,6 +56,38 @@ class Contender:
     twin: bool = False
     watched: bool = False
     """Ask for the compiled specialisations after each round."""
+
+
+def contenders_of(
+    sources: Sequence[Source],
+    entry_points: tuple[str, ...],
+    programs: tuple[TimedProgram, ...],
+    agrees: bool,
+    separate: bool,
+) -> tuple[list[Contender], dict[str, str]]:
+    """Who is timed, and which contender stands for each role.
+
+    Args:
+        sources: of the root, the incumbent and the candidate.
+        entry_points: the operator's.
+        programs: what they are timed on.
+        agrees: the candidate has the root's bits id, so that its timed outputs must have the root's bits.
+        separate: equal sources get processes of their own all the same.
+    """
+    of: dict[str, str] = {}
+    contenders: list[Contender] = []
+    for role, source in zip(ROLES, sources, strict=True):
+        same = [] if separate else [c.name for c in contenders if c.source.sha256 == source.sha256]
+        of[role] = same[0] if same else role
+        if not same:
+            judged = role == "candidate"
+            like, twin = ("root", False) if agrees else (None, True)
+            contenders.append(
+                Contender(
+                    role, source, entry_points, programs, like if judged else None, judged and twin, judged
+                )
+            )
+    return contenders, of
 
 
 @dataclass(frozen=True, slots=True)

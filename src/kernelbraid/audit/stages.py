@@ -13,7 +13,6 @@ from kernelbraid.audit.checks import Memory, check
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.measure import (
     Block,
-    Contender,
     ContenderFailure,
     Round,
     Rounds,
@@ -32,8 +31,6 @@ MARGIN = 1.2
 """A time below the machine's bound by more than this factor is implausible."""
 DISAGREEMENT = 0.20
 """Share, beside a millisecond, by which a worker's clock may differ from the judge's."""
-
-ROLES = ("root", "incumbent", "candidate")
 
 
 class Ended(Exception):  # noqa: N818 - a result
@@ -142,6 +139,28 @@ def tripped(source: Source) -> Ended | None:
     return None
 
 
+class Later:
+    """A worker that may be begun before it is needed, to import meanwhile."""
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+        self._worker: Worker | None = None
+        self._ready = False
+
+    def begin(self) -> None:
+        if self._worker is None:
+            self._worker = self._start()
+            self._worker.begin_build()
+
+    def __call__(self) -> Worker:
+        self.begin()
+        assert self._worker is not None
+        if not self._ready:
+            self._worker.finish()
+            self._ready = True
+        return self._worker
+
+
 class Hands:
     """Runs the checks' programs in the processes that they name.
 
@@ -220,38 +239,6 @@ def warm_specialisations(worker: Worker, programs: Sequence[TimedProgram]) -> tu
         worker.finish()
         worker.drop(loaded)
     return worker.specialisations()
-
-
-def contenders_of(
-    sources: Sequence[Source],
-    entry_points: tuple[str, ...],
-    programs: tuple[TimedProgram, ...],
-    agrees: bool,
-    separate: bool,
-) -> tuple[list[Contender], dict[str, str]]:
-    """Who is timed, and which contender stands for each role.
-
-    Args:
-        sources: of the root, the incumbent and the candidate.
-        entry_points: the operator's.
-        programs: what they are timed on.
-        agrees: the candidate has the root's bits id, so that its timed outputs must have the root's bits.
-        separate: equal sources get processes of their own all the same.
-    """
-    of: dict[str, str] = {}
-    contenders: list[Contender] = []
-    for role, source in zip(ROLES, sources, strict=True):
-        same = [] if separate else [c.name for c in contenders if c.source.sha256 == source.sha256]
-        of[role] = same[0] if same else role
-        if not same:
-            judged = role == "candidate"
-            like, twin = ("root", False) if agrees else (None, True)
-            contenders.append(
-                Contender(
-                    role, source, entry_points, programs, like if judged else None, judged and twin, judged
-                )
-            )
-    return contenders, of
 
 
 @dataclass(frozen=True, slots=True)
