@@ -10,6 +10,7 @@ import psutil
 import pytest
 from tests.audit import toy
 
+from kernelbraid import ops
 from kernelbraid.audit import environment, jobs, pools, stages
 from kernelbraid.audit.judge import Judge
 from kernelbraid.audit.process import Limits
@@ -426,6 +427,26 @@ def test_a_root_that_does_not_run_is_the_jobs_fault() -> None:
 def test_an_incumbent_that_does_not_run_is_the_jobs_fault() -> None:
     with pytest.raises(RuntimeError, match=r"the incumbent failed while it was timed: .*gone"):
         audits(job(toy.root(), incumbent=toy.hostile("raise OSError('gone')")))
+
+
+def test_an_attention_passes_through_the_same_judge(tmp_path: Path) -> None:
+    """The shipped root, in worker processes, on the smallest of its checks."""
+    attention = ops.get("attention")
+    text = (Path(__file__).resolve().parents[2] / "examples/roots/straightforward.py").read_text()
+    asked = job(
+        Source(text),
+        level=Level.SMOKE,
+        operator="attention",
+        contract=attention.contract.hash,
+        constant_axes=({"query_heads": 9, "kv_heads": 3, "head_dim": 64},),
+        workloads=attention.grids["study"],
+        root=Source(text),
+        incumbent=Source(text),
+    )
+    (found,) = jobs.read_results(jobs.run_job(asked, tmp_path / "results.jsonl")).evidence
+    assert found.status == Status.VERIFIED, found.reason
+    assert sum(v.comparisons for v in found.verdicts) > 100_000
+    assert any(name.startswith("attend(") for name in found.specialisations)
 
 
 def test_a_job_is_audited_into_a_results_file(tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def test_the_root_fixes_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(len(p.program.calls), p.repeats, p.calls) for p in warm] == [(1, 5, 5)] * 2
 
 
+def test_pools_beyond_the_memory_are_refused() -> None:
+    huge = Machine(cache_bytes=1 << 50, flops=1e9, bandwidth=1e9)
+    with pytest.raises(RuntimeError, match=r"cold timing needs .* GiB"):
+        timed_programs(toy.SUMS, toy.SUMS.grids["study"], huge, lambda w: 0.004)
+
+
 def test_the_bound_is_the_larger_of_work_and_traffic() -> None:
     workload = toy.workload("prefill", 2, 64)
     assert Machine(1, 1e9, 1e12).bound_ms(toy.SUMS, workload) == pytest.approx(1e3 * 2 * 512 / 1e9)

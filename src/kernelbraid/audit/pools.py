@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import psutil
 
 from kernelbraid.audit.buffers import Arena
 from kernelbraid.audit.environment import COLD_CACHES
@@ -21,6 +22,8 @@ MOST_CALLS = 512
 """Calls of a batch at most, whatever the root's speed."""
 ROLLED_BYTES = 32 << 20
 """Inputs up to this size have their rows rolled before a batch; in larger ones elements change places."""
+SHARE_OF_MEMORY = 0.7
+"""Share of the free memory that pools may take."""
 SWAPPED = 2048
 """Pairs of elements that change places in a large input."""
 
@@ -129,6 +132,15 @@ def calls_of(seconds: float) -> int:
     return max(1, min(MOST_CALLS, -int(-BATCH_SECONDS // max(seconds, 1e-9))))
 
 
+def _require_memory(needed: int) -> None:
+    available = psutil.virtual_memory().available
+    if needed > available * SHARE_OF_MEMORY:
+        raise RuntimeError(
+            f"cold timing needs {needed / 2**30:.1f} GiB for pools of {COLD_CACHES} times the last-level cache, "
+            f"and {available / 2**30:.1f} GiB are free: time fewer workloads, or use fewer cores (taskset)"
+        )
+
+
 def timed_programs(
     operator: Operator,
     workloads: Sequence[Workload],
@@ -147,7 +159,12 @@ def timed_programs(
         seconds: the root's time for one call of a workload; fixes the number of calls for everybody.
         protocol: `cold`, distinct calls over a pool of more than four caches; `warm`, one call repeated.
         contiguous: the form that peers read.
+
+    Raises:
+        RuntimeError: the pools need more memory than is there.
     """
+    if protocol == "cold":
+        _require_memory(len(workloads) * COLD_CACHES * machine.cache_bytes)
     rng = np.random.default_rng(secrets.randbits(128))
     made = []
     for workload in workloads:
