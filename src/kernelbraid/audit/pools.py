@@ -136,7 +136,7 @@ def _require_memory(needed: int) -> None:
     available = psutil.virtual_memory().available
     if needed > available * SHARE_OF_MEMORY:
         raise RuntimeError(
-            f"cold timing needs {needed / 2**30:.1f} GiB for pools of {COLD_CACHES} times the last-level cache, "
+            f"cold timing needs {needed / 2**30:.1f} GiB for pools of {COLD_CACHES} last-level caches each, "
             f"and {available / 2**30:.1f} GiB are free: time fewer workloads, or use fewer cores (taskset)"
         )
 
