@@ -291,6 +291,28 @@ def exported_root(folder: Path) -> str:
     return str(json.loads((folder / "job.json").read_text())["job"]["root"]["sha256"])
 
 
+def test_running_a_job_needs_no_database(tmp_path: Path) -> None:
+    """On the machine that a job travels to, SQLAlchemy and pydantic need not be there."""
+    from kernelbraid.ir.evidence import Level
+    from kernelbraid.search import audits
+    from kernelbraid.search.study import Study
+
+    with Study.create(tmp_path / "study", "attention", STRAIGHTFORWARD, proposer="external") as made:
+        made.store.request_audit(made.root, Level.SCREEN)
+        audits.export(made, tmp_path / "job.json")
+    script = (
+        "import sys\n"
+        "sys.modules['sqlalchemy'] = sys.modules['pydantic'] = None\n"
+        "from kernelbraid.cli import app\n"
+        "app(['audit', 'run', 'job.json', '-o', 'results.jsonl', '--minutes', '0', '--json'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"results": "results.jsonl", "answered": 0, "asked": 1}
+
+
 @pytest.mark.slow
 def test_verify_screen(run: Run) -> None:
     done = run("verify", "attention", "--level", "screen", "--json")

@@ -104,9 +104,9 @@ def failed() -> NoReturn:
 @app.command()
 def env(device: Device = "cpu", as_json: Json = False) -> None:
     """Describe this machine as audits record it, and which implementations it uses."""
-    from kernelbraid.report import documents, table
+    from kernelbraid.report import listing, table
 
-    document = documents.environment(device)
+    document = listing.environment(device)
     if as_json:
         emit(document)
     else:
@@ -116,9 +116,9 @@ def env(device: Device = "cpu", as_json: Json = False) -> None:
 @app.command("ops")
 def ops_(as_json: Json = False) -> None:
     """List the operators: contract, backends, relations, certificates of this machine."""
-    from kernelbraid.report import documents, table
+    from kernelbraid.report import listing, table
 
-    document = documents.operators()
+    document = listing.operators()
     if as_json:
         emit(document)
     else:
@@ -145,19 +145,19 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every relation and accuracy bound of the implementation in use, all bits as integers."""
-    from kernelbraid.report import documents, table
+    from kernelbraid.report import listing, table
     from kernelbraid.report.progress import Watch
 
     if evidence:
-        document = documents.committed(folder)
+        document = listing.committed(folder)
         held = not document["mismatched"]
         show_ = table.committed
     elif case is not None:
-        document = documents.one_case(case, device)
+        document = listing.one_case(case, device)
         held, show_ = document["held"], table.one_case
     else:
         with Watch() as watch:
-            document = documents.verified(operators or [], device, level, local, watch.checking)
+            document = listing.verified(operators or [], device, level, local, watch.checking)
         held, show_ = document["held"], table.verified
     emit(document) if as_json else show_(out(), document)
     if not held:

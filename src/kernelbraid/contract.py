@@ -1,7 +1,7 @@
 """Numerical contracts: what an operator computes, to the bit, and what may change without changing the bits.
 
-Everything here is frozen and hashed by content. Documentation, tests, the audit, promotion and certificates all read the
-same records; nothing about an operator's numbers is stated anywhere else.
+Everything here is frozen and hashed by content. Documentation, tests, the audit, promotion and certificates
+read the same records; nothing about an operator's numbers is stated anywhere else.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Axis:
     low: int
     high: int
     constant: bool
-    """Constant axes belong to the model and to the bits id; the others follow load, and no bit may depend on them."""
+    """Constant axes belong to the model and to the bits id; the others follow load, and bits may not."""
     choices: tuple[int, ...] | None = None
     doc: str = ""
 
@@ -87,7 +87,7 @@ class ElementaryOperation:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A feature the contract has a place for and does not cover yet; the public function refuses it by name."""
+    """A feature that the contract does not cover yet; the public function refuses it by name."""
 
     feature: str
     reason: str
@@ -104,7 +104,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyBound:
-    """Relative error ||out - ref|| / ||ref|| against float64: at most `factor` times the vendor's on the same input, or `floor`."""
+    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`."""
 
     quantity: str
     factor: float
@@ -168,10 +168,11 @@ class Contract:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        raise ValueError(f"{self.operator} has no axis {name!r}; it has {', '.join(a.name for a in self.axes)}")
+        known = ", ".join(axis.name for axis in self.axes)
+        raise ValueError(f"{self.operator} has no axis {name!r}; it has {known}")
 
     def check_numerics(self, numerics: Mapping[str, int]) -> None:
-        """Raise ValueError unless `numerics` gives every numeric knob a value of its range, and nothing else."""
+        """Raise ValueError unless `numerics` gives each numeric knob, and nothing else, a lawful value."""
         known = {knob.name: knob for knob in self.knobs}
         if set(numerics) != set(known):
             raise ValueError(f"numerics must name exactly {sorted(known)}, got {sorted(numerics)}")
@@ -182,7 +183,7 @@ class Contract:
     def bits_id(
         self, numerics: Mapping[str, int], dtype: str, constant_axes: Mapping[str, int], architecture: str
     ) -> str:
-        """Return the identity of the bits: on one architecture, equal ids mean equal bits whatever the implementation.
+        """Return the identity of the bits: on one architecture, equal ids mean equal bits.
 
         Args:
             numerics: value of every numeric knob.
@@ -195,11 +196,11 @@ class Contract:
             raise ValueError(f"dtype must be one of {self.dtypes}, got {dtype!r}")
         constant = {axis.name for axis in self.axes if axis.constant}
         if set(constant_axes) != constant:
-            raise ValueError(f"constant_axes must name exactly {sorted(constant)}, got {sorted(constant_axes)}")
+            given = sorted(constant_axes)
+            raise ValueError(f"constant_axes must name exactly {sorted(constant)}, got {given}")
         operations = [asdict(operation) for operation in self.elementary_operations]
-        return content_hash(
-            [self.operator, self.version, dict(numerics), operations, dtype, dict(constant_axes), architecture]
-        )[:16]
+        stated = [self.operator, self.version, dict(numerics), operations, dtype]
+        return content_hash([*stated, dict(constant_axes), architecture])[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """Progress on standard error: a status line on a terminal, and a lasting line for each finding."""
 
 import math
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.status import Status as StatusLine
 
 from kernelbraid.audit.orders import Event
 from kernelbraid.ir.evidence import ACCEPTED, Status
-from kernelbraid.search.loop import Progress
+
+if TYPE_CHECKING:  # following a job must not load the study database
+    from kernelbraid.search.loop import Progress
 
 LASTING = ("proposed", "audited", "promoted", "refused", "interrupted")
 """Stages of a search whose line stays; the others only show on a terminal while they last."""
@@ -35,7 +37,7 @@ class Watch:
         if self._status is not None:
             self._status.stop()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: "Progress") -> None:
         """Show what a search does."""
         text = described(progress)
         if progress.stage in LASTING:
@@ -60,7 +62,7 @@ class Watch:
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-def budget(progress: Progress) -> str:
+def budget(progress: "Progress") -> str:
     """What was audited and what is left, in brackets."""
     parts = [f"{progress.audited} audited"]
     if math.isfinite(progress.audits_left):
@@ -70,7 +72,7 @@ def budget(progress: Progress) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def described(progress: Progress) -> str:
+def described(progress: "Progress") -> str:
     """Stage, candidate, and what is known: bits, latency against the incumbent, what could be proven."""
     text = f"{progress.stage} {progress.candidate}".rstrip()
     if progress.status is None:

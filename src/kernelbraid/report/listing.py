@@ -1,0 +1,106 @@
+"""What the machine and the operators are, and what verifying them found, as JSON-able documents."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kernelbraid import ops
+from kernelbraid.audit import verify
+from kernelbraid.audit.environment import fingerprint, gpus
+from kernelbraid.ir.evidence import Level
+from kernelbraid.ops import installed
+from kernelbraid.ops.problem import Operator
+
+
+def environment(device: str) -> dict[str, Any]:
+    """This machine as audits record it, and the winners that are installed on it."""
+    found = fingerprint(device)
+    winners = {}
+    for operator in ops.OPERATORS:
+        source = installed.active(operator.name, found.architecture, found.device)
+        if source is not None:
+            winners[operator.name] = source.sha256
+    return {
+        **asdict(found),
+        "versions": dict(found.versions),
+        "gpus": list(gpus()),
+        "home": str(installed.home()),
+        "installed": winners,
+    }
+
+
+def operators() -> dict[str, Any]:
+    """Every operator, and the certificates that hold for it on this machine."""
+    return {
+        "operators": [
+            {
+                "name": operator.name,
+                "contract": operator.contract.name,
+                "contract_hash": operator.contract.hash,
+                "backends": list(operator.backends),
+                "backward": "backward" in operator.regimes,
+                "entry_points": list(operator.entry_points),
+                "regimes": list(operator.regimes),
+                "relations": [relation.name for relation in operator.contract.relations],
+                "grids": {name: len(workloads) for name, workloads in operator.grids.items()},
+                "certificates": _certificates(operator),
+            }
+            for operator in ops.OPERATORS
+        ]
+    }
+
+
+def _certificates(operator: Operator) -> list[dict[str, Any]]:
+    """This machine's certificate for the implementation in use, if there is a current one."""
+    found = verify.local_certificate(operator)
+    if found is None:
+        return []
+    return [
+        {
+            "implementation": found.implementation,
+            "device": found.environment.device,
+            "bits_ids": dict(found.bits_ids),
+            "issued": found.issued,
+        }
+    ]
+
+
+def verified(
+    names: Sequence[str], device: str, level: str, local: bool, progress: Callable[[str, float], None]
+) -> dict[str, Any]:
+    """Verify operators, all if none is named; with `local`, certify this machine.
+
+    Raises:
+        ValueError: an unknown operator, device or level; or a certificate was asked of a screen.
+    """
+    levels = {each.value: each for each in (Level.SCREEN, Level.FULL)}
+    if level not in levels:
+        raise ValueError(f"level must be one of {', '.join(levels)}, got {level!r}")
+    if local and level != Level.FULL:
+        raise ValueError(f"a certificate needs level full, got {level}")
+    found = []
+    for operator in [ops.get(name) for name in names] or ops.OPERATORS:
+        report = verify.verify(operator, backend=device, level=levels[level], progress=progress)
+        certificate = verify.write_local(report) if local and report.held else None
+        found.append({**report.to_json(), "certificate": str(certificate) if certificate else None})
+    return {
+        "operators": found,
+        "held": all(each["held"] for each in found),
+        "comparisons": sum(each["comparisons"] for each in found),
+        "unequal": sum(each["unequal"] for each in found),
+    }
+
+
+def one_case(case_id: str, device: str) -> dict[str, Any]:
+    """Repeat one case alone."""
+    operator = ops.get(case_id.partition("/")[0])
+    case, verdict = verify.verify_case(operator, case_id, backend=device)
+    return {**asdict(verdict), "case": case.id, "regime": case.regime, "shape": asdict(case.shape)}
+
+
+def committed(folder: Path | None) -> dict[str, Any]:
+    """Check committed evidence: of `folder`, else of ./evidence, else of this package's checkout."""
+    places = (Path("evidence"), Path(__file__).resolve().parents[3] / "evidence")
+    chosen = folder or next((place for place in places if place.is_dir()), places[0])
+    return verify.check_evidence(chosen)
