@@ -183,7 +183,7 @@ def _rerun(scope: Scope, regime: Regime) -> Iterator[Pair]:
     for drawing in drawings if scope.plan.level == Level.FULL else drawings[:1]:
         layout = scope.layout(regime, drawing)
         other = scope.layout(regime, drawing, reversed(layout.requests), salt=1)
-        for repeat in range(1, scope.scale.reruns + 1):
+        for repeat in range(1, scope.scale.reruns + 1 if drawing is drawings[0] else 2):
             between = (Execution(other, repeat=repeat),) if repeat % 2 else ()
             yield Pair(drawing, Execution(layout), Execution(_again(layout), repeat=repeat), between)
 
@@ -216,12 +216,11 @@ def _batch(scope: Scope, regime: Regime) -> Iterator[Pair]:
                 yield Pair(drawing, Execution(together), Execution(scope.layout(regime, drawing, order)))
         twice = sorted(rng.choices(active, k=6))
         yield Pair(drawing, Execution(together), Execution(scope.layout(regime, drawing, twice)))
-    kinds = scope.kinds(False, "many", regime) if scope.plan.level == Level.FULL else ("normal",)
-    for kind in kinds:
-        yield from _batch_sizes(scope, regime, scope.many(kind, regime))
+    yield from _batch_sizes(scope, regime)
 
 
-def _batch_sizes(scope: Scope, regime: Regime, drawing: Drawing) -> Iterator[Pair]:
+def _batch_sizes(scope: Scope, regime: Regime) -> Iterator[Pair]:
+    drawing = scope.many(regime)
     rng = scope.rng("batch sizes", regime, drawing.seed)
     page = min(8, scope.pages[1])
     everyone = replace(scope.layout(regime, drawing), page_size=page)
@@ -257,24 +256,32 @@ def _packing(scope: Scope, regime: Regime) -> Iterator[Pair]:
 
 def _chunked_prefill(scope: Scope, regime: Regime) -> Iterator[Pair]:
     """Prompts at once against any partition: random pieces, one row first or last, sides of a query edge."""
-    drawings = (
-        scope.problems("prefill", "chunked", every=True) + scope.problems("update", "chunked") + scope.far()
-    )
-    for drawing in drawings:
+    for drawing in scope.problems("prefill", "chunked", every=True) + scope.problems("update", "chunked"):
         at_once = Execution(scope.layout("prefill", drawing))
         layout = scope.layout(regime, drawing)
         yield Pair(drawing, at_once, Execution(layout))
-        rows = drawing.shape.rows
         if drawing.shape.kind != "normal" and scope.plan.level != Level.FULL:
             continue
         for turn in range(1, scope.scale.layouts):
             yield Pair(drawing, at_once, Execution(scope.layout(regime, drawing, salt=turn)))
         for cut in (_one_first, _one_last):
-            yield Pair(drawing, at_once, Execution(_again(layout, partition=tuple(cut(r) for r in rows))))
-        for edge in scope.query_edges:
-            for size in (edge - 1, edge, edge + 1):
-                pieces = tuple((size, r - size) if 0 < size < r else _one_first(r) for r in rows)
-                yield Pair(drawing, at_once, Execution(_again(layout, partition=pieces)))
+            pieces = tuple(cut(rows) for rows in drawing.shape.rows)
+            yield Pair(drawing, at_once, Execution(_again(layout, partition=pieces)))
+    for drawing in scope.tall():
+        at_once = Execution(scope.layout("prefill", drawing))
+        rows = drawing.shape.rows[0]
+        for size in sorted({max(1, rows - 2), rows - 1}):
+            cut_there = _again(scope.layout(regime, drawing), partition=((size, rows - size), (1,)))
+            yield Pair(drawing, at_once, Execution(cut_there))
+    yield from _far(scope, regime)
+
+
+def _far(scope: Scope, regime: Regime) -> Iterator[Pair]:
+    """Rows across far edges, all requests at once, against each request alone."""
+    for drawing in scope.far():
+        at_once = Execution(scope.layout("prefill", drawing))
+        for b in range(len(drawing.shape.rows)):
+            yield Pair(drawing, at_once, Execution(scope.layout(regime, drawing, (b,))))
 
 
 def _one_first(rows: int) -> tuple[int, ...]:
@@ -287,17 +294,16 @@ def _one_last(rows: int) -> tuple[int, ...]:
 
 def _prefix_cache(scope: Scope, regime: Regime) -> Iterator[Pair]:
     """Requests that read a common prefix from shared pages against requests with pages of their own."""
-    for turn in range(scope.scale.rounds):
-        for kind in scope.kinds(False, "prefix", regime, turn):
-            rng = scope.rng("prefix", regime, kind, turn)
-            for page in (PAGE, rng.choice(scope.page_sizes(rng)))[: scope.scale.layouts]:
-                drawing = scope.prefixed(kind, turn, regime, page)
-                own = replace(scope.layout(regime, drawing), page_size=page)
-                shared = _again(own, shared_prefix=drawing.shape.shared_prefix, page_seed=rng.randint(0, 999))
-                yield Pair(drawing, Execution(own), Execution(shared))
-                some = rng.sample(own.requests, 2)
-                later = replace(scope.layout(regime, drawing, some), page_size=page)
-                yield Pair(drawing, Execution(shared), Execution(later))
+    for kind in scope.kinds(False, "prefix", regime):
+        rng = scope.rng("prefix", regime, kind)
+        for page in (PAGE, rng.choice(scope.page_sizes(rng))):
+            drawing = scope.prefixed(kind, regime, page)
+            own = replace(scope.layout(regime, drawing), page_size=page)
+            shared = _again(own, shared_prefix=drawing.shape.shared_prefix, page_seed=rng.randint(0, 999))
+            yield Pair(drawing, Execution(own), Execution(shared))
+            some = rng.sample(own.requests, 2)
+            later = replace(scope.layout(regime, drawing, some), page_size=page)
+            yield Pair(drawing, Execution(shared), Execution(later))
 
 
 def _paging(scope: Scope, regime: Regime) -> Iterator[Pair]:
@@ -314,15 +320,15 @@ def _paging(scope: Scope, regime: Regime) -> Iterator[Pair]:
 
 def _decode_equals_prefill(scope: Scope, regime: Regime) -> Iterator[Pair]:
     """Every decode step, beside others and alone, against the rows of the prompt computed at once."""
-    for drawing in scope.problems("prefill", "decode", every=True) + scope.far():
+    for drawing in scope.problems("prefill", "decode", every=True):
         at_once = Execution(scope.layout("prefill", drawing))
         yield Pair(drawing, at_once, Execution(scope.layout(regime, drawing)))
-        if drawing.shape.kind == "normal" or scope.plan.level == Level.FULL:
-            rng = scope.rng("decode", drawing.seed)
-            active = [b for b, rows in enumerate(drawing.shape.rows) if 0 < rows <= 9]
-            for b in rng.sample(active, min(scope.scale.alone, len(active))):
-                alone = replace(scope.layout(regime, drawing, (b,)), page_seed=rng.randint(1, 1 << 31))
-                yield Pair(drawing, at_once, Execution(alone))
+        rng = scope.rng("decode", drawing.seed)
+        active = [b for b, rows in enumerate(drawing.shape.rows) if 0 < rows <= 9]
+        for b in active if drawing.shape.kind == "normal" else rng.sample(active, 1):
+            alone = replace(scope.layout(regime, drawing, (b,)), page_seed=rng.randint(1, 1 << 31))
+            yield Pair(drawing, at_once, Execution(alone))
+    yield from _far(scope, regime)
 
 
 def _update_equals_rollout(scope: Scope, regime: Regime) -> Iterator[Pair]:
@@ -354,20 +360,14 @@ def _prompt(scope: Scope, rng: random.Random, rows: int) -> tuple[int, ...]:
     return (*pieces, *(1,) * tokens)
 
 
-def _accuracy_kinds(scope: Scope, turn: int) -> tuple[InputKind, ...]:
-    """All kinds that have an error, or in a screen `normal` and two others."""
-    if scope.plan.level == Level.FULL:
-        return ACCURACY_KINDS
-    return ("normal", *scope.rng("accuracy kinds", turn).sample(ACCURACY_KINDS[1:], scope.scale.kinds))
-
-
 def _accuracy(scope: Scope, regime: Regime) -> Iterator[Pair]:
-    for turn in range(scope.scale.rounds):
-        for kind in _accuracy_kinds(scope, turn):
-            drawing = scope.accuracy(kind, regime, turn)
-            yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
-    for drawing in scope.far():
-        if regime not in WHOLE_REGIMES:
+    full = scope.plan.level == Level.FULL
+    others = scope.rng("accuracy kinds").sample(ACCURACY_KINDS[1:], scope.scale.kinds)
+    for kind in ACCURACY_KINDS if full else ("normal", *others):
+        drawing = scope.accuracy(kind, regime)
+        yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
+    if regime not in WHOLE_REGIMES and full:
+        for drawing in scope.far():
             yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
 
 

@@ -54,12 +54,10 @@ class Drawing:
 class Scale:
     """How much a level does."""
 
-    rounds: int
-    """Independent sets of problems."""
     kinds: int
     """Input kinds of a relation that needs no particular one, `normal` first, the others in turn."""
     near: int
-    """Edges up to this many positions belong to every problem; those beyond have a problem of their own."""
+    """Blocks up to this many positions belong to every problem; those beyond have problems of their own."""
     short: int
     """Edges up to this many positions belong to every problem of which all rows are computed."""
     whole: int
@@ -73,14 +71,14 @@ class Scale:
     layouts: int
     """Random layouts (partitions, orders, page sizes) of each problem."""
     reruns: int
-    longest: int
-    """Bytes that the inputs of the longest request may take."""
+    memory: int
+    """Bytes that the inputs of a problem of long requests may take: longer ones are left to a full check."""
 
 
 SCALES: Mapping[Level, Scale] = {
-    Level.SMOKE: Scale(1, 1, 300, 65, 130, 8, 4, 1, 1, 1, 0),
-    Level.SCREEN: Scale(1, 2, 8200, 137, 1100, 16, 1024, 4, 2, 3, 0),
-    Level.FULL: Scale(2, len(INPUT_KINDS), 8200, 300, 4200, 70, 1024, 8, 3, 6, 256 << 20),
+    Level.SMOKE: Scale(1, 300, 65, 130, 8, 4, 1, 1, 1, 0),
+    Level.SCREEN: Scale(2, 8200, 137, 1100, 16, 1024, 4, 2, 3, 24 << 20),
+    Level.FULL: Scale(3, 8200, 300, 4200, 40, 1024, 6, 3, 4, 256 << 20),
 }
 
 
@@ -120,16 +118,28 @@ class Scope:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Lengths along positions at which something may begin: blocks, their doubles, pages, schedules."""
+        """Lengths along positions at which something may begin by contract: blocks, their doubles, pages."""
+        values = set(self.plan.numerics.values())
+        lengths = values | {2 * value for value in values} | {PAGE}
+        return tuple(sorted(e for e in lengths if 1 <= e <= self.positions))
+
+    @cached_property
+    def scheduled(self) -> tuple[int, ...]:
+        """Lengths along positions at which the schedule changes."""
         known = ("batch", "query_length", "page_size")
-        schedule = {e for axis, sizes in self.plan.edges.items() if axis not in known for e in sizes}
-        blocks = set(self.plan.numerics.values())
-        lengths = blocks | {2 * b for b in blocks} | {PAGE} | schedule
+        lengths = {e for axis, sizes in self.plan.edges.items() if axis not in known for e in sizes}
         return tuple(sorted(e for e in lengths if 1 <= e <= self.positions))
 
     @cached_property
     def near(self) -> tuple[int, ...]:
-        return tuple(e for e in self.blocks if e <= self.scale.near)
+        """Edges of every problem: the contract's, and those of the schedule within the longest block."""
+        blocks = {e for e in self.blocks if e <= self.scale.near}
+        return tuple(sorted(blocks | {e for e in self.scheduled if e <= self.longest_block}))
+
+    @cached_property
+    def longest_block(self) -> int:
+        """The longest block whose edge belongs to every problem."""
+        return max((e for e in self.plan.numerics.values() if e <= self.scale.near), default=PAGE)
 
     @cached_property
     def query_edges(self) -> tuple[int, ...]:
@@ -159,51 +169,38 @@ class Scope:
         return ("normal", *others[: count - 1])
 
     def problems(self, regime: Regime, *salt: object, every: bool = False) -> tuple[Drawing, ...]:
-        """The level's problems for a regime, one a round and kind; relations share them and their results."""
+        """The level's problems for a regime, one a kind; relations share them and their results."""
         draw = self.whole if regime in WHOLE_REGIMES else self.edges
-        return tuple(
-            draw(kind, turn) for turn in range(self.scale.rounds) for kind in self.kinds(every, *salt, turn)
-        )
+        return tuple(draw(kind) for kind in self.kinds(every, *salt))
 
-    def edges(self, kind: InputKind, turn: int = 0) -> Drawing:
+    def edges(self, kind: InputKind) -> Drawing:
         """A problem with a request across every near edge, more rows across the largest, and random ones."""
-        rng = self.rng("edges", kind, turn)
-        largest = max((e for e in self.near if e <= self.scale.whole), default=1)
-        thorough = kind == "normal" or self.plan.level == Level.FULL
-        sizes = [
-            (min(e + 2, self.positions), 4) for e in self.near if e < largest or (e > largest and thorough)
-        ]
-        crossing = self.scale.crossing
+        rng = self.rng("edges", kind)
+        largest, crossing = self.longest_block, self.scale.crossing
+        farthest = self.near[-1] if kind == "normal" else largest
+        sizes = [(min(e + 2, self.positions), 4) for e in self.near if e <= farthest and e != largest]
         beyond = rng.randint(2, crossing)
         sizes.append((min(largest + beyond, self.positions), beyond + rng.randint(2, crossing)))
-        sizes += [(e + 1 + rng.randint(0, 40), e + 1) for e in self.query_edges]
         sizes += [(1, 1), (2, 1), (0, 0), (rng.randint(1, 40), 0)]
         for _ in range(2 if self.plan.level == Level.SMOKE else 4):
-            longest = 2 * largest if self.plan.level == Level.FULL else 600
-            sizes.append((logarithmic(rng, 1, min(longest, self.positions)), rng.randint(1, 9)))
+            sizes.append((logarithmic(rng, 1, min(600, self.positions)), rng.randint(1, 9)))
         rng.shuffle(sizes)
-        return self._drawing([(n, min(rows, n)) for n, rows in sizes], kind, "edges", turn)
+        return self._drawing([(n, min(rows, n)) for n, rows in sizes], kind, "edges")
 
-    def whole(self, kind: InputKind, turn: int = 0) -> Drawing:
+    def whole(self, kind: InputKind) -> Drawing:
         """A problem of which every row is computed: both sides of short edges, and random lengths."""
-        rng = self.rng("whole", kind, turn)
-        short = [e for e in self.near if e <= self.scale.short]
-        lengths = [min(rng.choice((e - 1, e)), self.positions) for e in short] + [
-            min(e + 1, self.positions) for e in short
-        ]
-        lengths += [
-            0,
-            1,
-            2,
-            logarithmic(rng, 1, 2 * self.scale.short),
-            rng.randint(self.scale.short, 2 * self.scale.short),
-        ]
+        rng = self.rng("whole", kind)
+        short = self.scale.short
+        lengths = [0, 1, 2, logarithmic(rng, 1, 2 * short), rng.randint(short, 2 * short)]
+        for edge in self.near:
+            if edge <= short:
+                lengths += [rng.choice((edge - 1, edge)), min(edge + 1, self.positions)]
         rng.shuffle(lengths)
-        return self._drawing([(n, n) for n in lengths], kind, "whole", turn)
+        return self._drawing([(n, n) for n in lengths], kind, "whole")
 
     def beyond(self) -> tuple[Drawing, ...]:
         """Problems of which every row is computed, of a request that goes beyond a long edge."""
-        edges = [e for e in self.near if self.scale.short < e < self.scale.whole]
+        edges = [e for e in self.blocks if self.scale.short < e < self.scale.whole]
         drawings = []
         for edge in edges if self.plan.level == Level.FULL else edges[-1:]:
             rng = self.rng("beyond", edge)
@@ -211,9 +208,9 @@ class Scope:
             drawings.append(self._drawing([(n, n) for n in lengths], "normal", "beyond", edge))
         return tuple(drawings)
 
-    def many(self, kind: InputKind, regime: Regime) -> Drawing:
+    def many(self, regime: Regime) -> Drawing:
         """As many requests as a call may hold: short ones, and a few across the near edges."""
-        rng = self.rng("many", kind, regime)
+        rng = self.rng("many", regime)
         every_row = regime in WHOLE_REGIMES
         lengths = [logarithmic(rng, 1, 6 if every_row else 24) for _ in range(self.batches[-1])]
         longest = self.scale.short if every_row else self.scale.whole
@@ -222,34 +219,52 @@ class Scope:
             lengths[i] = n
         most = {"decode": 1, "prefill": 2}.get(regime, 3)
         sizes = [(n, n if every_row else min(n, rng.randint(1, most))) for n in lengths]
-        return self._drawing(sizes, kind, "many", regime)
+        return self._drawing(sizes, "normal", "many", regime)
 
-    def far(self, kind: InputKind = "normal") -> tuple[Drawing, ...]:
-        """One problem for each edge beyond the near ones, and for the longest context that memory allows."""
-        ends = [min(e + 2, self.positions) for e in self.blocks if e > self.scale.near]
-        if self.scale.longest:
-            ends.append(min(self.positions, self.scale.longest // self.bytes_per_position))
-        return tuple(self._drawing([(n, 6), (1, 1)], kind, "far", n) for n in sorted(set(ends)))
+    def tall(self) -> tuple[Drawing, ...]:
+        """For each edge of the rows in a call, a problem with a request of one row more."""
+        drawings = []
+        for edge in self.query_edges:
+            rng = self.rng("tall", edge)
+            length = min(edge + 1 + rng.randint(0, 40), self.positions)
+            drawings.append(self._drawing([(length, edge + 1), (1, 1)], "normal", "tall", edge))
+        return tuple(drawings)
 
-    def accuracy(self, kind: InputKind, regime: Regime, turn: int) -> Drawing:
+    def far(self) -> tuple[Drawing, ...]:
+        """Problems with a request across each edge beyond the near ones, as far as the level's memory goes.
+
+        A screen has one problem for all of them; otherwise each has its own, and so has the longest context.
+        """
+        room = self.scale.memory // self.bytes_per_position
+        ends = [min(e + 2, self.positions) for e in (*self.blocks, *self.scheduled) if e not in self.near]
+        if self.plan.level == Level.FULL:
+            sizes = {min(end, room) for end in (*ends, self.positions)}
+            return tuple(self._drawing([(n, min(n, 6)), (1, 1)], "normal", "far", n) for n in sorted(sizes))
+        fitting: list[tuple[int, int]] = []
+        for end in sorted(ends):
+            if end + sum(n for n, _ in fitting) <= room:
+                fitting.append((end, min(end, 4)))
+        return (self._drawing(fitting, "normal", "far"),) if fitting else ()
+
+    def accuracy(self, kind: InputKind, regime: Regime) -> Drawing:
         """A problem with enough rows for an error norm to be steady."""
-        rng = self.rng("accuracy", kind, regime in WHOLE_REGIMES, turn)
+        rng = self.rng("accuracy", kind, regime in WHOLE_REGIMES)
         lengths = [rng.randint(30, 90), rng.randint(150, 300)]
         if regime in WHOLE_REGIMES:
-            return self._drawing([(n, n) for n in lengths], kind, "accuracy", turn)
-        lengths += [min(e + rng.randint(1, 90), self.positions) for e in self.near[-1:]]
-        return self._drawing([(n, min(n, 16)) for n in lengths], kind, "accuracy rows", turn)
+            return self._drawing([(n, n) for n in lengths], kind, "accuracy")
+        lengths += [min(e + rng.randint(1, 90), self.positions) for e in self.blocks[-1:]]
+        return self._drawing([(n, min(n, 16)) for n in lengths], kind, "accuracy rows")
 
-    def prefixed(self, kind: InputKind, turn: int, regime: Regime, page_size: int) -> Drawing:
+    def prefixed(self, kind: InputKind, regime: Regime, page_size: int) -> Drawing:
         """A problem whose requests begin with the same positions, a whole number of pages."""
-        rng = self.rng("prefixed", kind, turn, regime, page_size)
+        rng = self.rng("prefixed", kind, regime, page_size)
         edge = rng.choice([e for e in self.near if e <= max(self.scale.whole, PAGE)])
         shared = max(1, (edge + rng.randint(0, 2 * page_size)) // page_size) * page_size
         rows = [rng.randint(1, 4) if regime == "decode" else rng.randint(1, 70) for _ in range(4)] + [1]
         sizes = [
             (min(shared + extra + n, self.positions), n) for n in rows for extra in (rng.randint(0, 20),)
         ]
-        drawing = self._drawing(sizes, kind, "prefixed", turn, regime, page_size)
+        drawing = self._drawing(sizes, kind, "prefixed", regime, page_size)
         return Drawing(replace(drawing.shape, shared_prefix=shared), drawing.seed)
 
     def layout(
