@@ -9,7 +9,7 @@ import numpy as np
 
 from kernelbraid.audit import environment, tripwires
 from kernelbraid.audit.cases import Process, vacuous
-from kernelbraid.audit.checks import Memory, check
+from kernelbraid.audit.checks import Memory, check, together
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.measure import (
     Block,
@@ -114,10 +114,8 @@ def build(
     """
     reports = tuple(worker.build(operator.contract, axes) for axes in constant_axes)
     for axes in constant_axes:
-        constant = tuple((a.name, axes[a.name]) for a in operator.contract.axes if a.constant)
         for regime in operator.regimes:
-            rows = (1, 1) if regime == "decode" else (3, 40)
-            shape = ProblemShape(constant, (3, 40), rows, "normal", dtype)
+            shape = _shape(operator, axes, (1, 1) if regime == "decode" else (3, 40), dtype)
             problem = operator.draw(shape, np.random.default_rng(0))
             worker.execute(operator.lower(problem, Layout(regime, (0, 1))))
     ids = (
@@ -125,6 +123,20 @@ def build(
         for report, axes in zip(reports, constant_axes, strict=True)
     )
     return Built(worker, reports, tuple(ids))
+
+
+def warm_reference(operator: Operator, constant_axes: Mapping[str, int], dtype: str) -> None:
+    """Let the reference and the vendor's kernel import what they need, while workers build."""
+    problem = operator.draw(_shape(operator, constant_axes, (3,), dtype), np.random.default_rng(0))
+    operator.reference(problem)
+    operator.vendor(problem)
+
+
+def _shape(
+    operator: Operator, constant_axes: Mapping[str, int], rows: tuple[int, ...], dtype: str
+) -> ProblemShape:
+    constant = tuple((a.name, constant_axes[a.name]) for a in operator.contract.axes if a.constant)
+    return ProblemShape(constant, (3, 40)[: len(rows)], rows, "normal", dtype)
 
 
 def tripped(source: Source) -> Ended | None:
@@ -205,24 +217,10 @@ def run_checks(
         except WorkerFailure as failure:
             reason = f"{failure.reason}, in a check of {requirement.id}"
             raise Ended(failure.status, reason, failure.output) from failure
-        verdicts[requirement.id] = _together(verdicts.get(requirement.id), verdict)
+        verdicts[requirement.id] = together(verdicts.get(requirement.id), verdict)
         if not verdict.held:
             status = Status.INACCURATE if requirement.kind == "accuracy" else Status.BITS_UNEQUAL
             raise Ended(status, _failed(requirement.id, verdict))
-
-
-def _together(before: Verdict | None, now: Verdict) -> Verdict:
-    if before is None:
-        return now
-    errors = [error for error in (before.error, now.error) if error is not None]
-    return Verdict(
-        now.requirement,
-        before.held and now.held,
-        before.cases + now.cases,
-        before.comparisons + now.comparisons,
-        max(errors) if errors else None,
-        now.difference or before.difference,
-    )
 
 
 def _failed(requirement: str, verdict: Verdict) -> str:

@@ -1,7 +1,6 @@
-"""Verification of what is shipped or installed: the whole relation suite, certificates, committed evidence."""
+"""Verification of what is shipped or installed: the whole relation suite, over every scope of a contract."""
 
 import ast
-import json
 import re
 import secrets
 import tempfile
@@ -17,11 +16,10 @@ from kernelbraid.audit.cases import Case, Process, rebuild, vacuous
 from kernelbraid.audit.checks import Memory, check, run_case, together
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.environment import fingerprint
-from kernelbraid.audit.orders import harness_hash
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure
 from kernelbraid.audit.stages import Built, Hands, build
 from kernelbraid.contract import Requirement, Source
-from kernelbraid.ir.evidence import Certificate, Environment, Level, Verdict
+from kernelbraid.ir.evidence import Environment, Level, Verdict
 from kernelbraid.ops import installed
 from kernelbraid.ops.problem import Operator
 
@@ -101,7 +99,7 @@ def _line(verdict: Verdict) -> dict[str, Any]:
 
 
 def in_use(operator: Operator, backend: str) -> Source:
-    """Return the source that the public operator runs on this machine: the installed winner, or the shipped one."""
+    """Return what the public operator runs on this machine: the installed winner, or the shipped source."""
     ops.source(operator, backend)
     winner = installed.active(operator.name, "cpu", installed.cpu_model()) if backend == "cpu" else None
     return winner or ops.source(operator, backend)
@@ -295,7 +293,10 @@ class _Bench:
 
 
 def _processes(main: Built, fresh: Built, root: Built | None) -> dict[Process, Callable[[], Worker]]:
-    processes: dict[Process, Callable[[], Worker]] = {"main": lambda: main.worker, "fresh": lambda: fresh.worker}
+    processes: dict[Process, Callable[[], Worker]] = {
+        "main": lambda: main.worker,
+        "fresh": lambda: fresh.worker,
+    }
     if root is not None:
         processes["root"] = lambda: root.worker
     return processes
@@ -329,159 +330,3 @@ def _named(what: str) -> Iterator[None]:
 def _scope_text(operator: Operator, axes: Mapping[str, int]) -> str:
     constant = ",".join(f"{a.name}={axes[a.name]}" for a in operator.contract.axes if a.constant)
     return f"{constant},{operator.contract.dtypes[0]}"
-
-
-# ---- Certificates
-
-
-def certificate(report: Report) -> Certificate:
-    """Return the certificate that a report amounts to.
-
-    Raises:
-        ValueError: a requirement does not hold, was not tested, or only a screen was done.
-    """
-    contract = report.operator.contract
-    if not report.held:
-        failed = next(verdict.requirement for verdict in report.verdicts if not verdict.held)
-        raise ValueError(f"{failed} does not hold: no certificate")
-    if report.level is not Level.FULL:
-        raise ValueError(f"a certificate needs a full verification, not a {report.level}")
-    files = [f for f in report.operator.backends[report.backend]]
-    shipped = {ops.source(report.operator, report.backend, f).sha256: f for f in files}
-    return Certificate(
-        operator=report.operator.name,
-        contract=contract.hash,
-        implementation=report.source.sha256,
-        file=shipped.get(report.source.sha256, ""),
-        bits_ids=report.bits_ids,
-        verdicts=report.verdicts,
-        specialisations=report.specialisations,
-        environment=report.environment,
-        harness=harness_hash(),
-        seed=report.seed,
-        issued=time.time(),
-    )
-
-
-def certificate_path(operator: str, architecture: str, device: str) -> Path:
-    """Return where this user's certificate for a device lives; it may not exist."""
-    name = installed.folder(operator, architecture, device).name
-    return installed.home() / "certificates" / operator / architecture / f"{name}.certificate.json"
-
-
-def certify_local(
-    operator: Operator, *, backend: str = "cpu", progress: Progress = lambda _, __: None
-) -> tuple[Report, Path]:
-    """Verify the implementation in use and write a certificate for this machine into the user's data folder.
-
-    Raises:
-        ValueError: no such backend or device, or a requirement does not hold.
-        RuntimeError: the implementation does not run, or the folder cannot be written.
-    """
-    report = verify(operator, backend=backend, progress=progress)
-    return report, write_local(report)
-
-
-def write_local(report: Report) -> Path:
-    """Write the certificate that a report amounts to into the user's data folder; raises as `certify_local` does."""
-    issued = certificate(report)
-    environment = report.environment
-    path = certificate_path(report.operator.name, environment.architecture, environment.device)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-        temporary.write_text(issued.dumps(), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise RuntimeError(f"cannot write {path}: {error.strerror or error}") from error
-    return path
-
-
-def local_certificate(operator: Operator, backend: str = "cpu") -> Certificate | None:
-    """Return this machine's certificate, None unless it is for the implementation, contract and harness in use."""
-    environment = fingerprint(backend, rates=False)
-    path = certificate_path(operator.name, environment.architecture, environment.device)
-    try:
-        found = Certificate.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    current = (operator.contract.hash, in_use(operator, backend).sha256, harness_hash())
-    same = (found.contract, found.implementation, found.harness) == current
-    return found if same and found.environment.versions == environment.versions else None
-
-
-# ---- Committed evidence
-
-
-def check_evidence(folder: Path) -> dict[str, Any]:
-    """Check committed certificates and benchmarks against the sources, contracts and the judge of this checkout.
-
-    Args:
-        folder: holds `<architecture>/*.certificate.json` and `<architecture>/*.bench.json`.
-
-    Returns:
-        `certificates`, `benchmarks` and `mismatched` (counts), and `problems` (file and reason).
-
-    Raises:
-        ValueError: no such folder.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"no folder of evidence at {folder}")
-    certificates = sorted(folder.glob("*/*.certificate.json"))
-    benchmarks = sorted(folder.glob("*/*.bench.json"))
-    problems: list[dict[str, str]] = []
-    for path, examine in [
-        *((path, _certificate_problem) for path in certificates),
-        *((path, _benchmark_problem) for path in benchmarks),
-    ]:
-        try:
-            problem = examine(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"unreadable: {error}"
-        if problem:
-            problems.append({"file": str(path.relative_to(folder)), "reason": problem})
-    return {
-        "certificates": len(certificates),
-        "benchmarks": len(benchmarks),
-        "mismatched": len(problems),
-        "problems": problems,
-    }
-
-
-def _certificate_problem(path: Path) -> str:
-    """Why a certificate does not speak of this checkout; empty where it does."""
-    found = Certificate.loads(path.read_text(encoding="utf-8"))
-    operator = ops.get(found.operator)
-    if found.environment.architecture != path.parent.name:
-        return f"it is for architecture {found.environment.architecture}"
-    if found.harness != harness_hash():
-        return "the judge has changed since it was issued"
-    wanted = {requirement.id for requirement in operator.contract.requirements}
-    if {verdict.requirement for verdict in found.verdicts if verdict.held} != wanted:
-        return "it does not hold every requirement of the contract"
-    return _hash_problem(operator, path.parent.name, found.contract, {found.implementation}, found.file)
-
-
-def _benchmark_problem(path: Path) -> str:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    operator = ops.get(found["operator"])
-    if found["environment"]["architecture"] != path.parent.name:
-        return f"it was run on architecture {found['environment']['architecture']}"
-    if not all(row["verified"] is True for row in found["rows"]):
-        return "it has rows whose bits were not verified"
-    sources = {str(row["implementation"]) for row in found["rows"]}
-    return _hash_problem(operator, path.parent.name, found["contract"], sources, None)
-
-
-def _hash_problem(
-    operator: Operator, architecture: str, contract: str, implementations: set[str], file: str | None
-) -> str:
-    if contract != operator.contract.hash:
-        return f"it is for another state of the contract {operator.contract.name}"
-    backend = "cpu" if architecture == "cpu" else "cuda"
-    names = operator.backends.get(backend, ()) if file is None else (file,)
-    current = {ops.source(operator, backend, name).sha256 for name in names}
-    if not implementations <= current:
-        changed = min(implementations - current)
-        return f"{', '.join(names)} is no longer the source {changed[:12]} that it speaks of"
-    return ""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelbraid import ops
-from kernelbraid.audit import verify
+from kernelbraid.audit import certificates, verify
 from kernelbraid.audit.environment import fingerprint, gpus
 from kernelbraid.ir.evidence import Level
 from kernelbraid.ops import installed
@@ -53,7 +53,7 @@ def operators() -> dict[str, Any]:
 
 def _certificates(operator: Operator) -> list[dict[str, Any]]:
     """This machine's certificate for the implementation in use, if there is a current one."""
-    found = verify.local_certificate(operator)
+    found = certificates.local_certificate(operator)
     if found is None:
         return []
     return [
@@ -82,7 +82,7 @@ def verified(
     found = []
     for operator in [ops.get(name) for name in names] or ops.OPERATORS:
         report = verify.verify(operator, backend=device, level=levels[level], progress=progress)
-        certificate = verify.write_local(report) if local and report.held else None
+        certificate = certificates.write_local(report) if local and report.held else None
         found.append({**report.to_json(), "certificate": str(certificate) if certificate else None})
     return {
         "operators": found,
@@ -103,4 +103,4 @@ def committed(folder: Path | None) -> dict[str, Any]:
     """Check committed evidence: of `folder`, else of ./evidence, else of this package's checkout."""
     places = (Path("evidence"), Path(__file__).resolve().parents[3] / "evidence")
     chosen = folder or next((place for place in places if place.is_dir()), places[0])
-    return verify.check_evidence(chosen)
+    return certificates.check_evidence(chosen)
