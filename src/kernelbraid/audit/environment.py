@@ -22,8 +22,11 @@ UNKNOWN_CACHE_BYTES = 64 << 20
 COLD_CACHES = 4
 """Bytes that nothing in a cache can serve: this many times the last-level cache."""
 
-_MEASURED_SECONDS = 0.15
-_MATRIX = 1024
+FIRST_SECONDS, AGAIN_SECONDS = 0.12, 1.0
+"""Seconds of tries for each rate: at first, and before a time is called impossible."""
+
+_MATRIX = 512
+_PIECE = 16 << 20
 
 
 def fingerprint(device: str = "cpu", *, rates: bool = True) -> Environment:
@@ -127,32 +130,42 @@ def _bytes(text: str) -> int:
 def measured_rates(*, again: bool = False) -> tuple[float, float]:
     """Operations a second (fp32 matrix product) and bytes a second (reading) of all cores.
 
-    The best of every try of this process: other load only makes a machine look slower than it is.
+    The best of every try of this process, tries being short: other load only makes a machine look slower than
+    it is, and rarely does so for every millisecond.
 
     Args:
-        again: measure once more, where a first measurement is there already.
+        again: measure once more and longer, where a first measurement is there already.
     """
     if again or not _rates:
+        seconds = AGAIN_SECONDS if again else FIRST_SECONDS
         rng = np.random.default_rng(0)
         matrix = rng.standard_normal((_MATRIX, _MATRIX), np.float32)
-        flops = 2.0 * _MATRIX**3 / _fastest(lambda: matrix @ matrix)
-        cores = len(os.sched_getaffinity(0))
-        size = COLD_CACHES * cache_bytes()
-        parts = np.array_split(np.ones(size // 4, np.float32), cores)
-        with ThreadPoolExecutor(cores) as pool:
-            bandwidth = size / _fastest(lambda: list(pool.map(np.max, parts)))
-        _rates.append((flops, bandwidth))
+        flops = 2.0 * _MATRIX**3 / _fastest(lambda _: matrix @ matrix, seconds)
+        _rates.append((flops, _reading_rate(seconds)))
     return max(flops for flops, _ in _rates), max(bandwidth for _, bandwidth in _rates)
 
 
 _rates: list[tuple[float, float]] = []
 
 
-def _fastest(work: Callable[[], object]) -> float:
-    """The least seconds that `work` took, over as many tries as fit."""
-    best = np.inf
-    end = time.perf_counter() + _MEASURED_SECONDS
+def _reading_rate(seconds: float) -> float:
+    """Bytes a second, over pieces of a memory that no cache holds, one after the other."""
+    cores = len(os.sched_getaffinity(0))
+    memory = np.ones(COLD_CACHES * cache_bytes() // 4, np.float32)
+    pieces = [
+        np.array_split(piece, cores) for piece in np.array_split(memory, max(1, memory.nbytes // _PIECE))
+    ]
+    with ThreadPoolExecutor(cores) as pool:
+        best = _fastest(lambda i: list(pool.map(np.max, pieces[i % len(pieces)])), seconds)
+    return memory.nbytes / len(pieces) / best
+
+
+def _fastest(work: Callable[[int], object], seconds: float) -> float:
+    """The least seconds that one try of `work` took; it is told the number of the try."""
+    best, number = np.inf, 0
+    end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
-        work()
+        work(number)
         best = min(best, time.perf_counter() - start)
+        number += 1
     return float(best)

@@ -39,6 +39,7 @@ from kernelbraid.audit.stages import (
     run_checks,
     run_timing,
     tripped,
+    warm_reference,
     warm_specialisations,
 )
 from kernelbraid.audit.timing import Sequential, Step
@@ -150,7 +151,10 @@ class Judge:
                 self._tell("build", candidate, "building")
                 workers[candidate.request] = self._start(candidate.source)
         with ThreadPoolExecutor(BUILT_TOGETHER) as threads:
-            found = dict(zip(workers, threads.map(self._build, workers.values()), strict=True))
+            building = threads.map(self._build, workers.values())
+            if self._root is None:
+                warm_reference(self.operator, self.job.constant_axes[0], self.job.dtype)
+            found = dict(zip(workers, building, strict=True))
         for request, (built, seconds) in found.items():
             if request:
                 self._ahead[request] = workers[request], built, seconds
