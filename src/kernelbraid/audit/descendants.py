@@ -24,10 +24,13 @@ def children(pid: int) -> list[int]:
     """Direct children of a process, ended but unreaped ones included; none if it is gone."""
     found: list[int] = []
     try:
-        for task in os.scandir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += map(int, Path(task.path, "children").read_text().split())
-        if found or Path(f"/proc/{pid}/task/{pid}/children").exists():
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(FileNotFoundError, ProcessLookupError),
+                open(f"/proc/{pid}/task/{task}/children", "rb") as file,
+            ):
+                found += map(int, file.read().split())
+        if found or os.path.exists(f"/proc/{pid}/task/{pid}/children"):
             return found
     except (FileNotFoundError, ProcessLookupError):
         return []
