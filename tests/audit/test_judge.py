@@ -429,6 +429,15 @@ def test_an_incumbent_that_does_not_run_is_the_jobs_fault() -> None:
         audits(job(toy.root(), incumbent=toy.hostile("raise OSError('gone')")))
 
 
+def test_a_home_that_cannot_be_written_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KERNELBRAID_HOME", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match=r"cannot start a worker: .*Not a directory"):
+        audits(job(toy.root()))
+
+
 def test_an_attention_passes_through_the_same_judge(tmp_path: Path) -> None:
     """The shipped root, in worker processes, on the smallest of its checks."""
     attention = ops.get("attention")

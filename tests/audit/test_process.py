@@ -170,6 +170,14 @@ def test_sources_that_do_not_build(make: MakeWorker, source: Source, reason: str
     assert reason in caught.value.reason
 
 
+def test_a_full_disk_is_not_the_candidates_fault(make: MakeWorker) -> None:
+    worker = make(toy.hostile("raise OSError(28, 'No space left on device')"))
+    worker.build()
+    with pytest.raises(RuntimeError, match="free some disk space"):
+        worker.execute(toy.small_program())
+    assert worker.dead
+
+
 def test_a_hung_worker_is_ended(make: MakeWorker) -> None:
     start = time.monotonic()
     found = failure(make(toy.hostile("while True: pass"), run_seconds=0.3))

@@ -225,6 +225,9 @@ class Confined:
         names = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
         with contextlib.suppress(Exception):
             self._print(str(reply.get("trace", "")).encode() + text.encode() + b"\n")
+        if "builtins.OSError" in names and "No space left on device" in text:
+            self.kill()
+            raise RuntimeError("no space left on device for compiled code: free some disk space, then go on")
         line = text.splitlines()[-1][:400] if text.strip() else "an exception without a text"
         if any(words in text.lower() for words in _WRITING):
             return self.fail(Status.TAMPERED, f"it writes to its inputs: {line}")

@@ -128,9 +128,7 @@ class Judge:
                 limits=self.limits,
             )
         except OSError as error:
-            raise RuntimeError(
-                f"cannot start a worker in {self._scratch}: {error.strerror or error}"
-            ) from error
+            raise RuntimeError(f"cannot start a worker: {error}") from error
         self._workers = [each for each in self._workers if not each.dead] + [worker]
         return worker
 
