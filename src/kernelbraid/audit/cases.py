@@ -226,8 +226,8 @@ def _batch_sizes(scope: Scope, regime: Regime) -> Iterator[Pair]:
     everyone = replace(scope.layout(regime, drawing), page_size=page)
     by_length = sorted(everyone.requests, key=lambda b: -drawing.shape.lengths[b])
     for size in scope.batches[:-1]:
-        # A schedule that follows the batch shows in long requests: some always take part.
-        long = rng.sample(by_length[:LONG], min(size, LONG))
+        # A schedule that follows the batch shows in long requests: the longest always take part.
+        long = by_length[: min(size, LONG)]
         others = [b for b in everyone.requests if b not in long]
         order = rng.sample([*long, *rng.sample(others, size - len(long))], size)
         some = replace(scope.layout(regime, drawing, order), page_size=page)
@@ -366,7 +366,7 @@ def _accuracy(scope: Scope, regime: Regime) -> Iterator[Pair]:
     for kind in ACCURACY_KINDS if full else ("normal", *others):
         drawing = scope.accuracy(kind, regime)
         yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
-    if regime not in WHOLE_REGIMES and full:
+    if regime == "decode" and full:
         for drawing in scope.far():
             yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
 

@@ -156,10 +156,10 @@ class Scope:
 
     @cached_property
     def bytes_per_position(self) -> int:
-        """Bytes of one request's inputs for each position, measured on a drawn one."""
-        shape = ProblemShape(self.constant, (1,), (1,), "normal", self.plan.dtype)
-        problem = self.operator.draw(shape, np.random.default_rng(0))
-        return sum(array.nbytes for request in problem.requests for array in request.values())
+        """Bytes that one more position adds to a request's inputs, measured on drawn ones."""
+        shape = ProblemShape(self.constant, (1, 2), (1, 1), "normal", self.plan.dtype)
+        one, two = self.operator.draw(shape, np.random.default_rng(0)).requests
+        return sum(two[name].nbytes - one[name].nbytes for name in one)
 
     def kinds(self, every: bool, *salt: object) -> tuple[InputKind, ...]:
         """`normal` first; then all others, or as many as the level asks for, chosen by `salt`."""
@@ -178,14 +178,14 @@ class Scope:
         rng = self.rng("edges", kind)
         largest, crossing = self.longest_block, self.scale.crossing
         farthest = self.near[-1] if kind == "normal" else largest
-        sizes = [(min(e + 2, self.positions), 4) for e in self.near if e <= farthest and e != largest]
+        sizes = [(e + 2, 4) for e in self.near if e <= farthest and e != largest]
         beyond = rng.randint(2, crossing)
-        sizes.append((min(largest + beyond, self.positions), beyond + rng.randint(2, crossing)))
+        sizes.append((largest + beyond, beyond + rng.randint(2, crossing)))
         sizes += [(1, 1), (2, 1), (0, 0), (rng.randint(1, 40), 0)]
         for _ in range(2 if self.plan.level == Level.SMOKE else 4):
-            sizes.append((logarithmic(rng, 1, min(600, self.positions)), rng.randint(1, 9)))
+            sizes.append((logarithmic(rng, 1, 600), rng.randint(1, 9)))
         rng.shuffle(sizes)
-        return self._drawing([(n, min(rows, n)) for n, rows in sizes], kind, "edges")
+        return self._drawing(sizes, kind, "edges")
 
     def whole(self, kind: InputKind) -> Drawing:
         """A problem of which every row is computed: both sides of short edges, and random lengths."""
@@ -194,7 +194,7 @@ class Scope:
         lengths = [0, 1, 2, logarithmic(rng, 1, 2 * short), rng.randint(short, 2 * short)]
         for edge in self.near:
             if edge <= short:
-                lengths += [rng.choice((edge - 1, edge)), min(edge + 1, self.positions)]
+                lengths += [rng.choice((edge - 1, edge)), edge + 1]
         rng.shuffle(lengths)
         return self._drawing([(n, n) for n in lengths], kind, "whole")
 
@@ -204,7 +204,7 @@ class Scope:
         drawings = []
         for edge in edges if self.plan.level == Level.FULL else edges[-1:]:
             rng = self.rng("beyond", edge)
-            lengths = [min(edge + rng.randint(1, 20), self.positions), rng.randint(1, self.scale.short)]
+            lengths = [edge + rng.randint(1, 20), rng.randint(1, self.scale.short)]
             drawings.append(self._drawing([(n, n) for n in lengths], "normal", "beyond", edge))
         return tuple(drawings)
 
@@ -214,7 +214,7 @@ class Scope:
         every_row = regime in WHOLE_REGIMES
         lengths = [logarithmic(rng, 1, 6 if every_row else 24) for _ in range(self.batches[-1])]
         longest = self.scale.short if every_row else self.scale.whole
-        long = [min(e + rng.randint(1, 9), self.positions) for e in self.near if e <= longest]
+        long = [e + rng.randint(1, 9) for e in self.near if e <= longest]
         for i, n in zip(rng.sample(range(len(lengths)), min(len(long), len(lengths))), long, strict=False):
             lengths[i] = n
         most = {"decode": 1, "prefill": 2}.get(regime, 3)
@@ -226,8 +226,8 @@ class Scope:
         drawings = []
         for edge in self.query_edges:
             rng = self.rng("tall", edge)
-            length = min(edge + 1 + rng.randint(0, 40), self.positions)
-            drawings.append(self._drawing([(length, edge + 1), (1, 1)], "normal", "tall", edge))
+            sizes = [(edge + 1 + rng.randint(0, 40), edge + 1), (1, 1)]
+            drawings.append(self._drawing(sizes, "normal", "tall", edge))
         return tuple(drawings)
 
     def far(self) -> tuple[Drawing, ...]:
@@ -239,7 +239,7 @@ class Scope:
         ends = [min(e + 2, self.positions) for e in (*self.blocks, *self.scheduled) if e not in self.near]
         if self.plan.level == Level.FULL:
             sizes = {min(end, room) for end in (*ends, self.positions)}
-            return tuple(self._drawing([(n, min(n, 6)), (1, 1)], "normal", "far", n) for n in sorted(sizes))
+            return tuple(self._drawing([(n, 6), (1, 1)], "normal", "far", n) for n in sorted(sizes))
         fitting: list[tuple[int, int]] = []
         for end in sorted(ends):
             if end + sum(n for n, _ in fitting) <= room:
@@ -252,8 +252,8 @@ class Scope:
         lengths = [rng.randint(30, 90), rng.randint(150, 300)]
         if regime in WHOLE_REGIMES:
             return self._drawing([(n, n) for n in lengths], kind, "accuracy")
-        lengths += [min(e + rng.randint(1, 90), self.positions) for e in self.blocks[-1:]]
-        return self._drawing([(n, min(n, 16)) for n in lengths], kind, "accuracy rows")
+        lengths += [e + rng.randint(1, 90) for e in self.blocks[-1:]]
+        return self._drawing([(n, 16) for n in lengths], kind, "accuracy rows")
 
     def prefixed(self, kind: InputKind, regime: Regime, page_size: int) -> Drawing:
         """A problem whose requests begin with the same positions, a whole number of pages."""
@@ -261,9 +261,7 @@ class Scope:
         edge = rng.choice([e for e in self.near if e <= max(self.scale.whole, PAGE)])
         shared = max(1, (edge + rng.randint(0, 2 * page_size)) // page_size) * page_size
         rows = [rng.randint(1, 4) if regime == "decode" else rng.randint(1, 70) for _ in range(4)] + [1]
-        sizes = [
-            (min(shared + extra + n, self.positions), n) for n in rows for extra in (rng.randint(0, 20),)
-        ]
+        sizes = [(shared + extra + n, n) for n in rows for extra in (rng.randint(0, 20),)]
         drawing = self._drawing(sizes, kind, "prefixed", regime, page_size)
         return Drawing(replace(drawing.shape, shared_prefix=shared), drawing.seed)
 
@@ -306,7 +304,10 @@ class Scope:
         return tuple(sorted(n for n in sizes if low <= n <= high))
 
     def _drawing(self, sizes: list[tuple[int, int]], kind: InputKind, *salt: object) -> Drawing:
-        lengths, rows = tuple(n for n, _ in sizes), tuple(r for _, r in sizes)
+        """A problem of requests (positions, rows), cut to the contract's limits; all rows stay all rows."""
+        most = self.limit("query_length", self.positions)
+        fitting = [(min(n, self.positions, most if rows >= n else n), rows) for n, rows in sizes]
+        lengths, rows = tuple(n for n, _ in fitting), tuple(min(r, n, most) for n, r in fitting)
         shape = ProblemShape(self.constant, lengths, rows, kind, self.plan.dtype)
         return Drawing(shape, derive(self.plan.seed, self.constant, kind, *salt))
 
