@@ -335,10 +335,8 @@ class Judge:
         if len(timing.rounds) >= self.rule.least:
             check_clocks(timing.rounds, of["candidate"], programs)
         check_twin(lambda: self._start(candidate.source), timing.rounds)
-        measured = timing.measurements(programs, of)
-        if measured:
-            check_plausible(self.operator, self._machine, programs, measured)
-        found.measurements = measured
+        check_plausible(self.operator, self._machine, programs, timing.rounds, of["candidate"])
+        found.measurements = timing.measurements(programs, of)
         return timing
 
     def _timed_programs(self, level: Level) -> tuple[TimedProgram, ...]:

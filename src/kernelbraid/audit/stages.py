@@ -357,18 +357,25 @@ def check_clocks(rounds: Sequence[Round], name: str, programs: Sequence[TimedPro
 
 
 def check_plausible(
-    operator: Operator, machine: Machine, programs: Sequence[TimedProgram], measured: Sequence[Measurement]
+    operator: Operator, machine: Machine, programs: Sequence[TimedProgram], rounds: Sequence[Round], name: str
 ) -> None:
     """Refuse times below what the machine's rates allow; the rates are measured once more before that.
 
     Raises Ended.
     """
-    for program, measurement in zip(programs, measured, strict=True):
-        fastest = min(measurement.candidate_ms)
-        if fastest * MARGIN >= program.bound_ms:
-            continue
-        flops, bandwidth = environment.measured_rates(again=True)
-        least = Machine(machine.cache_bytes, flops, bandwidth).bound_ms(operator, program.workload)
-        if fastest * MARGIN < least:
-            reason = f"{fastest:.4g} ms for {program.workload.name}, where this machine needs {least:.4g} ms"
-            raise Ended(Status.IMPLAUSIBLE, reason)
+
+    def impossible() -> list[tuple[TimedProgram, float]]:
+        fastest = ((p, min(r.ms[name][i] for r in rounds)) for i, p in enumerate(programs) if rounds)
+        return [(program, ms) for program, ms in fastest if ms * MARGIN < program.bound_ms]
+
+    if not impossible():
+        return
+    flops, bandwidth = environment.measured_rates(again=True)
+    again = Machine(machine.cache_bytes, flops, bandwidth)
+    for program in programs:
+        program.bound_ms = again.bound_ms(operator, program.workload)
+    for program, ms in impossible():
+        reason = (
+            f"{ms:.4g} ms for {program.workload.name}, where this machine needs {program.bound_ms:.4g} ms"
+        )
+        raise Ended(Status.IMPLAUSIBLE, reason)
