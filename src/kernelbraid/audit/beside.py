@@ -83,7 +83,8 @@ class SideBySide:
             WorkerFailure: another process gave other bits.
         """
         for group in self._groups(workloads):
-            tell(f"{protocol}: {', '.join(each.name for each in group)}")
+            phases = ", ".join(each.phase for each in group)
+            tell(f"measuring {protocol}: {phases}")
             yield from self._measure(group, protocol)
 
     def _measure(self, workloads: Sequence[Workload], protocol: Protocol) -> Iterator[Row]:

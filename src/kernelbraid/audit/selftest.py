@@ -131,6 +131,7 @@ class _Selftest:
         self.workloads = cheapest(operator)
         self._scratch = scratch
         self._tell = progress
+        self._sweep = Sweep(self.environment.cache_bytes)
 
     # ---- audits
 
@@ -239,7 +240,7 @@ class _Selftest:
         ]
         weights = [each.weight for each in self.workloads]
         columns: dict[str, list[tuple[float, ...]]] = {"root": [], "candidate": []}
-        with Rounds(contenders, lambda _: self._worker(), Sweep(self.environment.cache_bytes)) as rounds:
+        with Rounds(contenders, lambda _: self._worker(), self._sweep) as rounds:
             for _ in range(rule.most):
                 try:
                     measured = rounds.measure()
