@@ -1,17 +1,14 @@
-"""Unified causal attention on the CPU: one implementation for prefill, chunked prefill, decode and packed update.
+"""Unified causal attention on the CPU: prefill, chunked prefill, decode and packed update.
 
     O[t, h]   = sum_j softmax_j(c * q[t, h] . k[j, g]) * v[j, g]        g = h // group, j = 0 .. position of t
     LSE[h, t] = log sum_j exp(c * q[t, h] . k[j, g])
 
-Order of every sum (README.md derives it): keys in chunks of CHUNK at fixed positions, chunks in blocks of KEY_BLOCK;
-a block is one step of online softmax; weights add up in 16 lanes, key j in lane j mod 16, which halve at the end of
-a chunk; chunks merge left to right. No schedule can change it: vectors run across independent sums (16 keys of the
-scores, 16 columns of the output), never along one.
-
-A task is a tile of query rows, some KV heads and some chunks of one request; threads take tasks from one counter. Of
-each block of keys a task transposes K once for all its rows, then takes up to ROWS rows (query rows times heads of
-the group) at a time: their scores and outputs stay in vector registers. Inner loops are written as the vector
-instructions they are, twice as fast as what becomes of scalar loops; what controls them is plain Numba.
+The order of every sum is README.md's. No schedule can change it: vectors run across independent sums (16 keys
+of the scores, 16 columns of the output), never along one. A task is a tile of query rows, some KV heads and
+some chunks of one request; threads take tasks from one counter. Of each block of keys a task transposes K
+once for all its rows, then takes up to ROWS rows (query rows times heads of the group) at a time: their
+scores and outputs stay in vector registers. Inner loops are written as vector instructions, twice as fast as
+compiled scalar loops.
 """
 
 import math
@@ -48,21 +45,18 @@ EXP2 = {
     6: "1p0 1.62e432p-1 1.ebfbe2p-3 1.c6ae72p-5 1.3b270ep-7 1.5f7276p-10 1.470b48p-13",
     7: "1p0 1.62e430p-1 1.ebfbe0p-3 1.c6b056p-5 1.3b2a1cp-7 1.5dc052p-10 1.443f96p-13 1.c047dap-17",
 }
-LOG2 = "1.715476p1 1.ec709ep-1 1.2776c6p-1 1.a61762p-2 1.484b14p-2"
+LOG2, LN2 = "1.715476p1 1.ec709ep-1 1.2776c6p-1 1.a61762p-2 1.484b14p-2", float.fromhex("1.62e43p-1")
 
-LANES = 16
-TILE = 64  # columns of a register tile: four vectors
+LANES, TILE = 16, 64  # numbers of a vector; columns of a register tile, four vectors
 WIDTH = max(KEY_BLOCK, TILE)  # of a row of scores, and of transposed keys
 # A row's running state: its maximum and what rescales its accumulator (one cache line), its lanes (one), its
 # accumulator. Its total over chunks: the maximum and L, each in all lanes of a line, and A.
 FACTOR, SUMS, COLUMNS = 4, 64, 128
 # Tables of addresses, and of how many keys a row sees.
 KEYS_AT, VALUES_AT, QUERIES_AT, OUT_AT, LSE_AT, SCORES_AT, TRANSPOSED_AT, SEES = range(8)
-# 2^-100 * 2^-40 is denormal; scaled back by 2^100 it must still be there.
-DENORMAL_PROBE = np.array([2.0**-100, 2.0**-40, 2.0**100], np.float32)
+DENORMAL_PROBE = np.array([2.0**-100, 2.0**-40, 2.0**100], np.float32)  # their product passes a denormal
 
 # ---- Vector code. A vector is 16 float32; addresses and sizes are int64.
-
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
@@ -72,47 +66,41 @@ def arithmetic(real, whole):
 
 
 class Value:
-    """A value of the function being compiled; arithmetic on it, with others or plain numbers, emits instructions."""
+    """A value of the function being compiled; arithmetic with others or with numbers emits instructions."""
 
     def __init__(self, builder, value):
         self.builder, self.value, self.kind = builder, value, value.type
         self.real = value.type in (VECTOR, F32)
 
-    def same(self, x):
-        """A value as it is, a number as a constant of this type."""
-        constant = [x] * LANES if isinstance(self.kind, ir.VectorType) else x
-        return x if isinstance(x, Value) else Value(self.builder, self.kind(constant))
+    def operand(self, x):
+        """What the builder takes: a value's, a constant of this type for a number, anything else as it is."""
+        if isinstance(x, int | float):
+            return self.kind([x] * LANES if isinstance(self.kind, ir.VectorType) else x)
+        return x.value if isinstance(x, Value) else x
 
-    def emit(self, instruction, x, *sign):
-        values = (*sign, self.value, self.same(x).value)
-        return Value(self.builder, getattr(self.builder, instruction)(*values))
+    def emit(self, instruction, *others):
+        operands = map(self.operand, (self, *others))
+        return Value(self.builder, getattr(self.builder, instruction)(*operands))
 
     __add__, __sub__ = arithmetic("fadd", "add"), arithmetic("fsub", "sub")
     __mul__, __truediv__ = arithmetic("fmul", "mul"), arithmetic("fdiv", "sdiv")
 
     def compare(self, sign, x):
-        return self.emit("fcmp_ordered" if self.real else "icmp_signed", x, sign).value
+        compare = self.builder.fcmp_ordered if self.real else self.builder.icmp_signed
+        return compare(sign, self.value, self.operand(x))
 
     def pick(self, sign, x, yes, no):
         """`yes` where this compares like that with x, `no` elsewhere and where either is a NaN."""
-        values = (self.same(yes).value, self.same(no).value)
-        return Value(self.builder, self.builder.select(self.compare(sign, x), *values))
-
-    def cast(self, kind):
-        return Value(self.builder, self.builder.bitcast(self.value, kind))
+        operands = map(self.operand, (yes, no))
+        return Value(self.builder, self.builder.select(self.compare(sign, x), *operands))
 
     def shuffle(self, other, picks):
-        return Value(
-            self.builder, self.builder.shuffle_vector(self.value, other.value, INTEGERS(list(picks)))
-        )
+        return self.emit("shuffle_vector", other, INTEGERS(picks))
 
     def spread(self):
         """A vector of this number."""
-        single = self.builder.insert_element(VECTOR(ir.Undefined), self.value, I32(0))
-        return Value(self.builder, single).shuffle(Value(self.builder, single), [0] * LANES)
-
-    def first(self):
-        return Value(self.builder, self.builder.extract_element(self.value, I32(0)))
+        single = Value(self.builder, self.builder.insert_element(VECTOR(ir.Undefined), self.value, I32(0)))
+        return single.shuffle(single, [0] * LANES)
 
     def across(self, combine):
         """Combine the lanes by halving; every lane ends with the result."""
@@ -122,26 +110,56 @@ class Value:
         return x
 
     def call(self, name, result, *others):
-        """Call an LLVM intrinsic with this and other values."""
-        module, values = self.builder.module, [self.value, *others]
-        function = module.globals.get(name)
-        if function is None:
-            function = ir.Function(module, ir.FunctionType(result, [value.type for value in values]), name)
-        return Value(self.builder, self.builder.call(function, values))
+        """Call an LLVM intrinsic with this and others."""
+        operands = list(map(self.operand, (self, *others)))
+        kind = ir.FunctionType(result, [x.type for x in operands])
+        function = self.builder.module.declare_intrinsic(name, (), kind)
+        return Value(self.builder, self.builder.call(function, operands))
+
+    def fma(self, factor, x):
+        """self * factor + x, rounded once."""
+        return self.call("llvm.fma.v16f32", VECTOR, factor, x)
+
+    def larger(self, x):
+        """self > x ? self : x, so that a NaN gives x."""
+        return self.pick(">", x, self, x)
+
+    def origin(self):
+        """What the exponents of a row with this maximum count from: 0 while nothing has been seen."""
+        return self.pick("==", -math.inf, 0, self)
+
+    def canonical(self):
+        return self.pick("==", self, self, math.nan)
+
+    def polynomial(self, ascending):
+        *lower, result = [float.fromhex(c) for c in ascending.split()]
+        for c in reversed(lower):
+            result = self.fma(result, c)
+        return result
+
+    def exp2(self):
+        """2^x for x <= 0 or NaN."""
+        t = self + 12582912
+        p = (self - (t - 12582912)).polynomial(EXP2[EXP2_DEGREE])
+        power = (t.emit("bitcast", INTEGERS).emit("shl", 23) + 0x3F800000).emit("bitcast", VECTOR)
+        return self.pick("<", -125, 0, p * power)
+
+    def log2(self):
+        """log2 of a sum of weights: zero, NaN or at least about 1."""
+        offset = self.emit("bitcast", INTEGERS) - 0x3F3504F3
+        f = (offset.emit("and_", 0x7FFFFF) + 0x3F3504F3).emit("bitcast", VECTOR)
+        z, exponent = (f - 1) / (f + 1), offset.emit("ashr", 23).emit("sitofp", VECTOR)
+        y = z.fma((z * z).polynomial(LOG2), exponent)
+        return self.pick(">", 0, self.pick("<", math.inf, y, self), self.pick("==", 0, -math.inf, self))
 
     def pointer(self, kind):
-        return self.builder.inttoptr(self.value, kind.as_pointer())
+        return self.emit("inttoptr", kind.as_pointer())
 
     def load(self, kind=VECTOR):
-        return Value(self.builder, self.builder.load(self.pointer(kind), align=4))
+        return Value(self.builder, self.builder.load(self.pointer(kind).value, align=4))
 
     def store(self, x):
-        self.builder.store(x.value, self.pointer(x.kind), align=4)
-
-    def prefetch(self):
-        """Ask for the cache line, into the second level."""
-        line = Value(self.builder, self.pointer(ir.IntType(8)))
-        line.call("llvm.prefetch.p0", ir.VoidType(), I32(0), I32(2), I32(1))
+        self.builder.store(x.value, self.pointer(x.kind).value, align=4)
 
 
 def machine(emit):
@@ -170,81 +188,38 @@ def repeat(count, step, body, carried=()):
     b.cbranch(advanced.compare("<", count), head, done)
     b.position_at_end(done)
     outside = [Value(b, b.phi(value.kind)) for value in carried]
-    before, after = [count.same(0), *carried, *carried], [advanced, *following, *following]
+    before, after = [0, *carried, *carried], [advanced, *following, *following]
     for phi, first, later in zip([i, *inside, *outside], before, after, strict=True):
-        phi.value.add_incoming(first.value, start)
+        phi.value.add_incoming(count.operand(first), start)
         phi.value.add_incoming(later.value, end)
     return outside
 
 
-def fma(x, y, z):
-    return x.call("llvm.fma.v16f32", VECTOR, y.value, z.value)
-
-
-def larger(x, y):
-    """x > y ? x : y, so that a NaN in x gives y."""
-    return x.pick(">", y, x, y)
-
-
-def origin(maximum):
-    """What the exponents of a row count from: its maximum, or 0 while nothing has been seen."""
-    return maximum.pick("==", -math.inf, 0, maximum)
-
-
-def polynomial(x, ascending):
-    *lower, result = [x.same(float.fromhex(c)) for c in ascending.split()]
-    for c in reversed(lower):
-        result = fma(result, x, c)
-    return result
-
-
-def exp2(x):
-    """2^x for x <= 0 or NaN."""
-    t = x + 12582912
-    p = polynomial(x - (t - 12582912), EXP2[EXP2_DEGREE])
-    power = (t.cast(INTEGERS).emit("shl", 23) + 0x3F800000).cast(VECTOR)
-    return x.pick("<", -125, 0, p * power)
-
-
-def log2(x):
-    """log2 of a sum of weights: zero, NaN or at least about 1."""
-    offset = x.cast(INTEGERS) - 0x3F3504F3
-    f = (offset.emit("and_", 0x7FFFFF) + 0x3F3504F3).cast(VECTOR)
-    z = (f - 1) / (f + 1)
-    exponent = Value(x.builder, x.builder.sitofp(offset.emit("ashr", 23).value, VECTOR))
-    y = fma(z, polynomial(z * z, LOG2), exponent)
-    return x.pick(">", 0, x.pick("<", math.inf, y, x), x.pick("==", 0, -math.inf, x))
-
-
 @machine
-def emit_products(
-    rows, a_table, a_offset, b_table, b_offset, c, c_bytes, columns, depth, factor, factor_bytes
-):
+def emit_products(rows, a_table, a_add, b_table, b_add, c, c_bytes, columns, depth, factor, factor_bytes):
     """c = c * factor + a @ b for up to ROWS rows, in tiles of TILE columns that stay in registers.
 
-    Tables hold addresses of rows. A factor, one a row, below zero means: zero, whatever c is.
+    Tables hold the addresses of rows. A factor (one a row) below zero means zero, whatever c is.
     """
-    b, vectors = rows.builder, range(TILE // LANES)
+    b, vectors = rows.builder, TILE // LANES
 
     def case(tall):
-        a_rows = [(a_table + 8 * r).load(I64) + a_offset for r in tall]
-        factors = [(factor + factor_bytes * r).load(F32).spread() for r in tall]
+        a_rows = [(a_table + 8 * r).load(I64) + a_add for r in range(tall)]
+        factors = [(factor + factor_bytes * r).load(F32).spread() for r in range(tall)]
 
         def tile(column):
-            places = [[c + c_bytes * r + column * 4 + 64 * n for n in vectors] for r in tall]
+            places = [c + c_bytes * r + column * 4 + 64 * n for r in range(tall) for n in range(vectors)]
+            before = [place.load() * factors[i // vectors] for i, place in enumerate(places)]
+            before = [factors[i // vectors].pick("<", 0, 0, x) for i, x in enumerate(before)]
 
             def step(j, *sums):
-                b_row = (b_table + j * 8).load(I64) + b_offset + column * 4
-                parts = [(b_row + 64 * n).load() for n in vectors]
+                b_row = (b_table + j * 8).load(I64) + b_add + column * 4
+                parts = [(b_row + 64 * n).load() for n in range(vectors)]
                 weights = [(a_row + j * 4).load(F32).spread() for a_row in a_rows]
-                pairs = [(weight, part) for weight in weights for part in parts]
-                return [fma(weight, part, sum) for (weight, part), sum in zip(pairs, sums, strict=True)]
+                return [weights[i // vectors].fma(parts[i % vectors], x) for i, x in enumerate(sums)]
 
-            first = [
-                factors[r].pick("<", 0, 0, places[r][n].load() * factors[r]) for r in tall for n in vectors
-            ]
-            for n, total in enumerate(repeat(depth, 1, step, first)):
-                places[n // len(vectors)][n % len(vectors)].store(total)
+            for place, x in zip(places, repeat(depth, 1, step, before), strict=True):
+                place.store(x)
 
         repeat(columns, TILE, tile)
 
@@ -254,14 +229,14 @@ def emit_products(
         block = b.append_basic_block("rows")
         choice.add_case(I64(count), block)
         b.position_at_end(block)
-        case(range(count))
+        case(count)
         b.branch(done)
     b.position_at_end(done)
 
 
 @machine
 def emit_softmax(rows, x, state, state_bytes, scale):
-    """Turn rows of scores into weights; move each row's maximum and lanes on and leave its rescaling factor."""
+    """Turn rows of scores into weights; move each row's maximum and lanes on, leave its rescaling factor."""
     scales = scale.load(F32).spread()
 
     def row(r):
@@ -270,18 +245,18 @@ def emit_softmax(rows, x, state, state_bytes, scale):
         scores = [place.load() * scales for place in places]
         old = top = own.load(F32).spread()
         for score in scores:
-            top = larger(score, top)
-        top = top.across(larger)
-        base = origin(top)
-        factor = exp2(old - base)
+            top = score.larger(top)
+        top = top.across(Value.larger)
+        base = top.origin()
+        factor = (old - base).exp2()
         lanes = (own + SUMS).load() * factor
         for score, place in zip(scores, places, strict=True):
-            weights = exp2(score - base)
+            weights = (score - base).exp2()
             lanes += weights
             place.store(weights)
         (own + SUMS).store(lanes)
-        own.store(top.first())
-        (own + FACTOR).store(factor.first())
+        own.store(top.emit("extract_element", I32(0)))
+        (own + FACTOR).store(factor.emit("extract_element", I32(0)))
 
     repeat(rows, 1, row)
 
@@ -290,13 +265,12 @@ def emit_softmax(rows, x, state, state_bytes, scale):
 def emit_merge(state, total, columns):
     """Merge a row's finished chunk into its total; of a chunk that it does not see, nothing comes."""
     m, M = state.load(F32).spread(), total.load()
-    top = larger(m, M)
-    base = origin(top)
-    a0, a1 = exp2(M - base), exp2(m - base)
+    top = m.larger(M)
+    a0, a1 = (M - top.origin()).exp2(), (m - top.origin()).exp2()
 
     def merge(offset, value):
         place = total + offset
-        place.store(fma(value, a1, place.load() * a0))
+        place.store(value.fma(a1, place.load() * a0))
 
     total.store(top)
     merge(SUMS, (state + SUMS).load().across(Value.__add__))
@@ -308,11 +282,8 @@ def emit_results(total, columns, out, lse):
     """Store a row's O = A / L + 0 and LSE = (M + log2 L) * ln 2."""
     M, L = total.load(), (total + SUMS).load()
 
-    def store(place, x):
-        place.store(x.pick("==", x, x, math.nan))
-
-    repeat(columns * 4, 64, lambda n: store(out + n, (total + COLUMNS + n).load() / L + 0))
-    store(lse, ((M + log2(L)) * np.float32(math.log(2))).first())
+    repeat(columns * 4, 64, lambda n: (out + n).store(((total + COLUMNS + n).load() / L + 0).canonical()))
+    lse.store(((M + L.log2()) * LN2).canonical().emit("extract_element", I32(0)))
 
 
 @machine
@@ -322,29 +293,27 @@ def emit_copy(source, target, columns):
 
 def transposed(rows):
     """Transpose 16 vectors: exchange each bit of a row's number for the same bit of the lane's."""
-    for distance in (1, 2, 4, 8):
-        low = [lane + (LANES - distance if lane & distance else 0) for lane in range(LANES)]
-        high = [lane + (LANES if lane & distance else distance) for lane in range(LANES)]
-        pairs = [
-            (rows[n & ~distance], rows[n | distance], high if n & distance else low) for n in range(LANES)
-        ]
-        rows = [x.shuffle(y, picks) for x, y, picks in pairs]
+    for bit in (1, 2, 4, 8):
+        low = [lane + (LANES - bit if lane & bit else 0) for lane in range(LANES)]
+        high = [lane + (LANES if lane & bit else bit) for lane in range(LANES)]
+        rows = [rows[n & ~bit].shuffle(rows[n | bit], high if n & bit else low) for n in range(LANES)]
     return rows
 
 
 @machine
 def emit_transpose(keys, columns, table, offset, target, k_ahead, k_offset, v_ahead, v_offset):
-    """Write target[d, j] = number d of the table's row j, 16 rows at a time; prefetch the rows of two more tables."""
+    """Write target[d, j] = number d of the table's row j, 16 rows at a time; prefetch rows of two tables."""
 
     def sixteen_keys(j):
-        def rows(base, add):
-            return [(base + j * 8 + 8 * r).load(I64) + add for r in range(LANES)]
-
-        sources, coming = rows(table, offset), rows(k_ahead, k_offset) + rows(v_ahead, v_offset)
+        sources, *coming = (
+            [(rows + j * 8 + 8 * r).load(I64) + add for r in range(LANES)]
+            for rows, add in ((table, offset), (k_ahead, k_offset), (v_ahead, v_offset))
+        )
 
         def square(d):
-            for row in coming:
-                (row + d * 4).prefetch()
+            for row in (*coming[0], *coming[1]):
+                line = (row + d * 4).pointer(ir.IntType(8))
+                line.call("llvm.prefetch.p0", ir.VoidType(), I32(0), I32(2), I32(1))  # into the second level
             for n, column in enumerate(transposed([(row + d * 4).load() for row in sources])):
                 (target + j * 4 + (d + n) * (4 * WIDTH)).store(column)
 
@@ -356,15 +325,12 @@ def emit_transpose(keys, columns, table, offset, target, k_ahead, k_offset, v_ah
 @intrinsic
 def fetch_add(typing_context, address):
     """Return the int64 at an address and add one to it, as one step."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", Value(builder, args[0]).pointer(I64), I64(1), "seq_cst")
-
-    return int64(int64), codegen
+    return int64(int64), lambda context, builder, signature, args: builder.atomic_rmw(
+        "add", Value(builder, args[0]).pointer(I64).value, I64(1), "seq_cst"
+    )
 
 
 # ---- Tasks.
-
 inner = njit(error_model="numpy")
 entry = njit(error_model="numpy", nogil=True, cache=True)
 
@@ -383,7 +349,7 @@ def token(cache, table, b, slot):
 
 @inner
 def locate(cache, table, b, slot, count, rows):
-    """Write the addresses of `count` slots of request b, and the last one's up to the end of its block."""
+    """Write the addresses of `count` slots of request b, and the last one's to the end of its block."""
     left = 0  # slots of the page
     for j in range((count + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK):
         if j >= count:
@@ -413,9 +379,8 @@ def see_block(row, end, start, state, scores, tables, v_rows, v_offset, factors)
             for j in range(max(0, sees[row + later] - start), KEY_BLOCK):
                 scores[later, j] = -np.inf  # a key that the row does not see
         emit_softmax((rows, x, own, state_bytes, scale))
-        seen = (
-            0  # values: all rows together as far as the first one sees; then, stepwise, those that see more
-        )
+        # All rows together as far as the first one sees; from there on, stepwise, those that see more.
+        seen = 0
         for later in range(rows):
             visible = max(0, min(KEY_BLOCK, sees[row + later] - start))
             if later == 0 or visible > seen:
@@ -425,15 +390,6 @@ def see_block(row, end, start, state, scores, tables, v_rows, v_offset, factors)
                 emit_products((*weights, *result, *factor))
                 seen = visible
         row += rows
-
-
-@inner
-def empty(rows):
-    """Make the state, or the total, of some rows that of rows that have seen nothing."""
-    rows.fill(0)
-    for row in range(rows.shape[0]):
-        for lane in range(LANES):
-            rows[row, lane] = -np.inf
 
 
 @entry
@@ -455,9 +411,8 @@ def attend(inputs, work, out, lse):
     states = states[: 2 * largest * words].reshape(2, largest, words)
     tables = np.empty((8, max(CHUNK, columns, largest)), np.int64)
     k_rows, v_rows, sees = tables[KEYS_AT], tables[VALUES_AT], tables[SEES]
-    for row in range(ROWS):
-        tables[SCORES_AT, row] = address(scores[row])
-    for row in range(columns):
+    for row in range(max(ROWS, columns)):
+        tables[SCORES_AT, row] = address(scores) + 4 * WIDTH * row
         tables[TRANSPOSED_AT, row] = keys + 4 * WIDTH * row
     while True:
         taken = fetch_add(address(counters))
@@ -466,7 +421,6 @@ def attend(inputs, work, out, lse):
         b, g0, g1, first, end, chunk, end_chunk, partial, split = tasks[order[taken]]
         i, per_head = 0, (end - first) * group
         size = per_head * (g1 - g0)
-        position = lengths[b] - cu[b + 1] + cu[b] + first  # of the task's first row
         for g in range(g0, g1):
             for t in range(cu[b] + first, cu[b] + end):
                 for h in range(g * group, g * group + group):
@@ -475,36 +429,33 @@ def attend(inputs, work, out, lse):
                     sees[i] = lengths[b] - cu[b + 1] + t + 1
                     i += 1
         total = states[0, :size]
-        empty(total)
+        total.fill(0)
+        total[:, :LANES] = -np.inf  # the maximum
         for c in range(chunk, end_chunk):
-            state = (
-                states[1, :size] if partial < 0 else partials[partial + c * size : partial + (c + 1) * size]
-            )
-            empty(state)
-            stop = min(c * CHUNK + CHUNK, position + end - first)
+            state = states[1, :size] if partial < 0 else partials[partial + c * size :][:size]
+            state.fill(0)
+            state[:, 0] = -np.inf
+            stop = min(c * CHUNK + CHUNK, sees[size - 1])
             locate(k, table, b, slots[b] + c * CHUNK, stop - c * CHUNK, k_rows)
             locate(v, table, b, slots[b] + c * CHUNK, stop - c * CHUNK, v_rows)
             for start in range(c * CHUNK, stop, KEY_BLOCK):
-                count = min(KEY_BLOCK, stop - start)
-                from_k, from_v = address(k_rows) + 8 * (start % CHUNK), address(v_rows) + 8 * (start % CHUNK)
+                k_now, v_now = address(k_rows) + 8 * (start % CHUNK), address(v_rows) + 8 * (start % CHUNK)
                 for g in range(g0, g1):
-                    # Prefetched meanwhile: this block for the next KV head, or the next block for the first one.
-                    next_g, ahead = g + 1, 0
-                    if next_g == g1:
-                        next_g, ahead = g0, 8 * KEY_BLOCK if start + KEY_BLOCK < stop else 0
-                    coming = (from_k + ahead, next_g * k.strides[2], from_v + ahead, next_g * v.strides[2])
-                    emit_transpose((count, columns, from_k, g * k.strides[2], keys, *coming))
-                    row, last = (
-                        (g - g0) * per_head + max(0, start - position) * group,
-                        (g - g0 + 1) * per_head,
-                    )
-                    see_block(row, last, start, state, scores, tables, from_v, g * v.strides[2], factors)
+                    # Prefetched meanwhile: this block for the next KV head, or the next block for the first.
+                    more = start + KEY_BLOCK < stop
+                    next_g, ahead = (g + 1, 0) if g + 1 < g1 else (g0, 8 * KEY_BLOCK * more)
+                    coming = (k_now + ahead, next_g * k.strides[2], v_now + ahead, next_g * v.strides[2])
+                    count = min(KEY_BLOCK, stop - start)
+                    emit_transpose((count, columns, k_now, g * k.strides[2], keys, *coming))
+                    row, unseeing = (g - g0) * per_head, max(0, start + 1 - sees[0]) * group
+                    block = (state, scores, tables, v_now, g * v.strides[2], factors)
+                    see_block(row + unseeing, row + per_head, start, *block)
             if partial < 0:
                 for i in range(size):
                     emit_merge((address(state[i]), address(total[i]), columns))
         if partial >= 0:
             # The thread that computes the last chunk of these rows merges them all.
-            chunks = (position + end - first + CHUNK - 1) // CHUNK
+            chunks = (sees[size - 1] + CHUNK - 1) // CHUNK
             if fetch_add(address(counters) + 16 + 8 * split) < chunks - 1:
                 continue
             for i in range(size):
@@ -516,10 +467,10 @@ def attend(inputs, work, out, lse):
 
 @entry
 def plan(cu, lengths, kv_heads, group, tile, heads, apart):
-    """List tasks and their costs; return also the most rows of a task, the split tiles and their partial rows.
+    """List tasks and their costs; return also the most rows of a task, split tiles and their partial rows.
 
-    A task is a request, its KV heads, rows and chunks (first and end of each), and of a tile whose chunks are apart
-    the place of its partial rows and its number, else -1.
+    A task is a request, its KV heads, rows and chunks (first and end of each), and, where each chunk is a
+    task, the place of the tile's partial rows and its number.
     """
     most = 0
     for b in range(lengths.size):
@@ -535,10 +486,9 @@ def plan(cu, lengths, kv_heads, group, tile, heads, apart):
             seen = lengths[b] - rows + end
             chunks = (seen + CHUNK - 1) // CHUNK
             for g in range(0, kv_heads, together):
-                g_end = min(kv_heads, g + together)
+                g_end, step = min(kv_heads, g + together), 1 if apart else chunks
                 size = (end - first) * group * (g_end - g)
                 largest = max(largest, size)
-                step = 1 if apart else chunks
                 marks = (partial_rows, split) if step < chunks else (-1, -1)
                 for c in range(0, chunks, step):
                     for n, number in enumerate((b, g, g_end, first, end, c, c + step, *marks)):
@@ -562,7 +512,6 @@ def write_rows(k, v, k_cache, v_cache, table, cu, lengths):
 
 
 # ---- Host.
-
 LENGTHS, TABLE, FLOATS, PAGES = (
     types.Array(kind, rank, "A", readonly=True)
     for kind, rank in ((int32, 1), (int32, 2), (float32, 3), (float32, 4))
@@ -583,57 +532,54 @@ def compiled(kernel):
     """Compile a kernel at its first use, for arrays of any strides."""
     with _lock:
         if kernel in UNCOMPILED:
-            kernel.compile(UNCOMPILED[kernel])
+            kernel.compile(UNCOMPILED.pop(kernel))
             kernel.disable_compile()
-            del UNCOMPILED[kernel]
     return kernel
 
 
-def together(threads, call, *operands):
-    """Make a call on some threads, this one among them; returns what they return."""
-    with _lock:
-        if threads > 1 and os.getpid() not in _pools:  # a forked child makes its own pool
-            _pools.clear()
-            _pools[os.getpid()] = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-    helping = [_pools[os.getpid()].submit(call, *operands) for _ in range(1, threads)]
-    return [call(*operands), *(each.result() for each in helping)]
-
-
-def run(q, k, v, table, slots, cu, lengths, query_length, key_length, scale, out, lse):
-    (_, query_heads, columns), kv_heads = q.shape, k.shape[2]
-    if columns % TILE:
-        raise ValueError(f"head_dim must be a multiple of {TILE}, got {columns}")
-    axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(lengths)}
-    axes |= {"query_length": query_length, "key_length": key_length}
-    chosen = schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}).values()
-    tasks, costs, largest, split, partial_rows = compiled(plan)(
-        cu, lengths, kv_heads, query_heads // kv_heads, *chosen
+def run(q, k, v, table, slots, cu, lengths, load, scale, out, lse):
+    (_, query_heads, columns), kv_heads, words = q.shape, k.shape[2], COLUMNS // 4 + q.shape[2]
+    assert columns % TILE == 0, f"head_dim must be a multiple of {TILE}"
+    axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(lengths), **load}
+    sizes = (
+        kv_heads,
+        query_heads // kv_heads,
+        *schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}).values(),
     )
-    threads = min(len(os.sched_getaffinity(0)), len(tasks)) if costs.sum() >= ALONE_BELOW else 1
-    words = COLUMNS // 4 + columns
+    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, *sizes)
+    processors = len(os.sched_getaffinity(0))
+    threads = min(processors, len(tasks)) if costs.sum() >= ALONE_BELOW else 1
     scratches = np.zeros((threads, WIDTH * (ROWS + columns) + 2 * largest * words + 2 * LANES), np.float32)
     partials = np.empty((partial_rows, words), np.float32)
     inputs = (q, k, v, table, slots, cu, lengths, np.float32(float(scale) * math.log2(math.e)))
     work = (tasks, np.argsort(-costs), np.zeros(2 + split, np.int64), scratches, partials, DENORMAL_PROBE)
-    lse = np.empty((0, 0), np.float32) if lse is None else lse
-    if not all(together(threads, compiled(attend), inputs, work, out, lse)):
+    operands = (inputs, work, out, np.empty((0, 0), np.float32) if lse is None else lse)
+    kernel = compiled(attend)
+    with _lock:
+        if threads > 1 and os.getpid() not in _pools:  # a forked child makes its own pool
+            _pools.clear()
+            _pools[os.getpid()] = ThreadPoolExecutor(processors)
+    helping = [_pools[os.getpid()].submit(kernel, *operands) for _ in range(1, threads)]
+    if not all([kernel(*operands), *(each.result() for each in helping)]):
         raise RuntimeError("a thread flushes denormal numbers, which changes bits: turn that mode off")
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, out, lse):
     """Attend packed sequences: all tokens are one page, in which a request starts at its offset."""
     table = np.zeros((len(cu_seqlens) - 1, 1), np.int32)
-    lengths, sizes = np.diff(cu_seqlens), (max_seqlen, max_seqlen)
-    run(q, k[None], v[None], table, cu_seqlens[:-1], cu_seqlens, lengths, *sizes, softmax_scale, out, lse)
+    lengths, load = np.diff(cu_seqlens), {"query_length": max_seqlen, "key_length": max_seqlen}
+    run(q, k[None], v[None], table, cu_seqlens[:-1], cu_seqlens, lengths, load, softmax_scale, out, lse)
 
 
 def paged_attention(
     q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k,
     max_seqlen_q, max_seqlen_k, softmax_scale, out, lse,
 ):  # fmt: skip
-    """Attend over pages: prefill, chunked prefill, decode, mixed."""
-    slots, sizes = np.zeros(len(seqlens_k), np.int32), (max_seqlen_q, max_seqlen_k)
-    run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, *sizes, softmax_scale, out, lse)
+    slots, load = (
+        np.zeros(len(seqlens_k), np.int32),
+        {"query_length": max_seqlen_q, "key_length": max_seqlen_k},
+    )
+    run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, load, softmax_scale, out, lse)
 
 
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
@@ -645,7 +591,7 @@ def numerics(constant_axes):
 
 
 def schedule(axes, knobs):
-    """Choose the query rows of a tile, the KV heads that a task may take, and whether a chunk is a task of its own."""
+    """Choose the query rows of a tile, the KV heads of a task, and whether a chunk is a task of its own."""
     kv_heads, group = axes["kv_heads"], axes["query_heads"] // axes["kv_heads"]
     tile = max(1, min(axes["query_length"], knobs["TILE_ROWS"] // group))
     tiles = axes["batch"] * -(-axes["query_length"] // tile)
