@@ -196,6 +196,21 @@ def test_the_harness_hash_covers_what_judges_and_no_implementation() -> None:
         assert orders._judged(file.stem)
 
 
+def test_judging_code_that_changes_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "results.jsonl", a_job()
+
+    class Editing(Answers):
+        def audit(self, candidate: jobs.Candidate, deadline: float | None) -> AuditEvidence:
+            monkeypatch.setattr(jobs, "harness_hash", lambda: "0" * 64)
+            return super().audit(candidate, deadline)
+
+    with pytest.raises(RuntimeError, match="judging code was changed"):
+        run_with(Editing(), asked, path, monkeypatch)
+    assert jobs.read_results(path).evidence == ()
+
+
 # ---- results
 
 

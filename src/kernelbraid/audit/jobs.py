@@ -77,7 +77,8 @@ def run_job(
     Raises:
         ValueError: the job is for other code or another contract, the device is not there, or `results`
             belongs to another job or another run.
-        RuntimeError: the results cannot be written, or the root or the incumbent does not run.
+        RuntimeError: the results cannot be written, the root or the incumbent does not run, or the judging
+            code changed meanwhile.
     """
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     check_harness(job)
@@ -96,6 +97,11 @@ def run_job(
                     evidence = judge.audit(candidate, deadline)
                     if evidence.status is Status.INTERRUPTED:
                         return results
+                    if harness_hash() != job.harness:
+                        raise RuntimeError(
+                            "the judging code was changed during an audit, which is not recorded: restore it, "
+                            "and run the job again"
+                        )
                     writer.append(evidence)
     return results
 

@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,6 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-@cache
 def harness_hash() -> str:
     """Return the hash of the code that judges: contract, problems, evidence, audit, operators' statements.
 
