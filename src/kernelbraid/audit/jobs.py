@@ -99,7 +99,7 @@ def run_job(
                         return results
                     if harness_hash() != job.harness:
                         raise RuntimeError(
-                            "the judging code was changed during an audit, which is not recorded: restore it, "
+                            "the judging code was changed during an audit, which is not recorded: restore it "
                             "and run the job again"
                         )
                     writer.append(evidence)
