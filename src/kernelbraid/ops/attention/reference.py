@@ -64,12 +64,14 @@ def _visible(first: int, stop: int, rows: int, length: int) -> Tensor:
 def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
     rows, query_heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, query_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-    # [Hkv, group, rows, length]
-    scores = grouped @ k.permute(1, 2, 0)[:, None] * scale
+    group = query_heads // kv_heads
+    # [Hkv, group * rows, D]: a product for each KV head, so that no key is copied for each query head
+    grouped = q.reshape(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (grouped @ k.permute(1, 2, 0) * scale).reshape(kv_heads, group, rows, -1)
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    out = torch.softmax(scores, dim=-1) @ v.permute(1, 0, 2)[:, None]
+    weights = torch.softmax(scores, dim=-1).flatten(1, 2)
+    out = (weights @ v.permute(1, 0, 2)).reshape(kv_heads, group, rows, head_dim)
     return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(rows, query_heads)
 
 
