@@ -2,10 +2,11 @@
 
     O[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h // group]) v[j, h // group]     j = 0 .. position of t
 
-The order of every sum is that of ops/attention/README.md: keys are cut into chunks of CHUNK at fixed positions
-and chunks into blocks of KEY_BLOCK; a block is one step of online softmax, chunks are merged left to right. A
-task is one KV head of one tile of query rows: it gathers each block of keys and values once, for every row of
-the tile and every head of the group. Tiles, tasks and threads may change freely: no bit depends on them.
+The order of every sum is that of ops/attention/README.md: keys are cut into chunks of CHUNK at fixed
+positions and chunks into blocks of KEY_BLOCK; a block is one step of online softmax; chunks merge left to
+right. A task is one KV head of one tile of query rows: it gathers each block of keys and values once, for
+every row of the tile and every head of the group. Tiles, tasks and threads may change freely: no bit
+depends on them.
 """
 
 import math
@@ -24,7 +25,6 @@ EXP2_DEGREE = 6
 QUERY_TILE = 16
 SCORES = "key_by_key"
 VALUES = "key_by_key"
-DECODE_SPLIT = "request"
 PARTITION = "count"
 ALONE_BELOW = 0
 
@@ -35,7 +35,6 @@ KNOBS = {
     "QUERY_TILE": ("schedule", (1, 4, 16, 32, 64)),
     "SCORES": ("schedule", ("key_by_key", "keys_vectorised", "keys_vectorised_by_4")),
     "VALUES": ("schedule", ("key_by_key", "keys_by_4")),
-    "DECODE_SPLIT": ("schedule", ("request", "chunk")),
     "PARTITION": ("schedule", ("count", "cost")),
     "ALONE_BELOW": ("schedule", (0, 2000, 20000)),
 }
@@ -129,7 +128,7 @@ def scores_key_by_key(q, keys, visible, x):
 
 @inner
 def scores_keys_vectorised(q, keys, visible, x):
-    x[:] = ZERO
+    x.fill(0)
     for d in range(q.size):
         for j in range(KEY_BLOCK):
             x[j] = fma(q[d], keys[d, j], x[j])
@@ -137,7 +136,7 @@ def scores_keys_vectorised(q, keys, visible, x):
 
 @inner
 def scores_keys_vectorised_by_4(q, keys, visible, x):
-    x[:] = ZERO
+    x.fill(0)
     for d in range(0, q.size, 4):
         for j in range(KEY_BLOCK):
             s = fma(q[d], keys[d, j], x[j])
@@ -172,7 +171,6 @@ scores = {
 }[SCORES]
 values = {"key_by_key": values_key_by_key, "keys_by_4": values_keys_by_4}[VALUES]
 TRANSPOSED = SCORES != "key_by_key"
-SPLIT = DECODE_SPLIT == "chunk"
 
 
 @inner
@@ -236,12 +234,11 @@ def contiguous(row):
 
 
 @inner
-def gather(cache, table, b, offset, first, count, g, tile, transposed):
-    """Copy `count` keys or values of KV head g, from position `first` of request b on, into a small tile."""
+def gather(cache, table, b, slot, count, g, tile, transposed):
+    """Copy `count` keys or values of KV head g, from slot `slot` of request b on, into a small tile."""
     page_size = cache.shape[1]
     for j in range(count):
-        slot = offset + first + j
-        row = contiguous(cache[table[b, slot // page_size], slot % page_size, g])
+        row = contiguous(cache[table[b, (slot + j) // page_size], (slot + j) % page_size, g])
         for d in range(row.size):
             if transposed:
                 tile[d, j] = row[d]
@@ -250,29 +247,33 @@ def gather(cache, table, b, offset, first, count, g, tile, transposed):
 
 
 @entry
-def attend(q, k_cache, v_cache, table, offsets, cu, lengths, cl, tasks, partials, probe, out, lse):
+def attend(q, k_cache, v_cache, table, offsets, cu, lengths, cl, tasks, probe, out, lse):
     """Run some tasks of `plan`; False if this thread drops denormal numbers."""
     if probe[0] * probe[1] * probe[2] != probe[1]:
         return False
     D, group = q.shape[2], q.shape[1] // k_cache.shape[2]
-    size = QUERY_TILE * group
     keys = np.empty((D, KEY_BLOCK) if TRANSPOSED else (KEY_BLOCK, D), np.float32)
     vals, x = np.empty((KEY_BLOCK, D), np.float32), np.empty(KEY_BLOCK, np.float32)
+    size = QUERY_TILE * group
     m, M, L = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     lanes = np.empty((size, LANE_COUNT), np.float32)
     acc, A = np.empty((size, D), np.float32), np.empty((size, D), np.float32)
     for task in range(tasks.shape[0]):
-        b, g, first, end, chunk, end_chunk, partial = tasks[task]
-        rows = end - first
+        b, g, first = tasks[task, 0], tasks[task, 1], tasks[task, 2]
+        rows = min(QUERY_TILE, cu[b + 1] - cu[b] - first)
         position = lengths[b] - cu[b + 1] + cu[b] + first  # of the tile's first row
-        M[:], L[:], A[:] = -INF, ZERO, ZERO
-        for chunk_start in range(chunk * CHUNK, end_chunk * CHUNK, CHUNK):
-            m[:], lanes[:], acc[:] = -INF, ZERO, ZERO
-            chunk_end = min(chunk_start + CHUNK, position + rows)
-            for start in range(chunk_start, chunk_end, KEY_BLOCK):
+        M.fill(-INF)
+        L.fill(0)
+        A.fill(0)
+        for chunk in range(0, position + rows, CHUNK):
+            m.fill(-INF)
+            lanes.fill(0)
+            acc.fill(0)
+            chunk_end = min(chunk + CHUNK, position + rows)
+            for start in range(chunk, chunk_end, KEY_BLOCK):
                 count = min(KEY_BLOCK, chunk_end - start)
-                gather(k_cache, table, b, offsets[b], start, count, g, keys, TRANSPOSED)
-                gather(v_cache, table, b, offsets[b], start, count, g, vals, False)
+                gather(k_cache, table, b, offsets[b] + start, count, g, keys, TRANSPOSED)
+                gather(v_cache, table, b, offsets[b] + start, count, g, vals, False)
                 for row in range(max(0, start - position), rows):
                     visible = min(count, position + row + 1 - start)
                     for h in range(group):
@@ -280,58 +281,30 @@ def attend(q, k_cache, v_cache, table, offsets, cu, lengths, cl, tasks, partials
                         scores(contiguous(q[cu[b] + first + row, g * group + h]), keys, visible, x)
                         m[i] = softmax_step(x, visible, cl, m[i], lanes[i], acc[i])
                         values(x, vals, 0, visible, acc[i])
-            for i in range(max(0, chunk_start - position) * group, rows * group):
-                if partial < 0:
-                    M[i], L[i] = merge(M[i], L[i], A[i], m[i], sum_lanes(lanes[i]), acc[i])
-                else:
-                    partials[partial, i, 0], partials[partial, i, 1] = m[i], sum_lanes(lanes[i])
-                    partials[partial, i, 2:] = acc[i]
-        if partial < 0:
-            for i in range(rows * group):
-                store(M[i], L[i], A[i], out, lse, g * group + i % group, cu[b] + first + i // group)
+            for i in range(max(0, chunk - position) * group, rows * group):
+                M[i], L[i] = merge(M[i], L[i], A[i], m[i], sum_lanes(lanes[i]), acc[i])
+        for i in range(rows * group):
+            store(M[i], L[i], A[i], out, lse, g * group + i % group, cu[b] + first + i // group)
     return True
 
 
 @entry
-def combine(tasks, partials, cu, out, lse):
-    """Merge the chunks that were computed apart, left to right, and store their rows."""
-    group, D = partials.shape[1], partials.shape[2] - 2
-    M, L, A = np.empty(group, np.float32), np.empty(group, np.float32), np.empty((group, D), np.float32)
-    for task in range(tasks.shape[0]):
-        b, g, _, _, chunk, _, partial = tasks[task]
-        if partial < 0:
-            continue
-        if chunk == 0:
-            M[:], L[:], A[:] = -INF, ZERO, ZERO
-        for h in range(group):
-            part = partials[partial, h]
-            M[h], L[h] = merge(M[h], L[h], A[h], part[0], part[1], part[2:])
-            store(M[h], L[h], A[h], out, lse, g * group + h, cu[b])  # the last chunk's is the result
-
-
-@entry
 def plan(cu, lengths, kv_heads):
-    """List tasks, with costs: request, KV head, first row, end row, first chunk, end chunk, partial or -1."""
-    most = 0
+    """List the tasks (request, KV head, first row) and their costs."""
+    tiles = 0
     for b in range(lengths.size):
-        most += (cu[b + 1] - cu[b]) // QUERY_TILE + lengths[b] // CHUNK + 2
-    tasks, costs = np.empty((most * kv_heads, 7), np.int64), np.empty(most * kv_heads, np.int64)
-    count = partials = 0
+        tiles += (cu[b + 1] - cu[b] + QUERY_TILE - 1) // QUERY_TILE
+    tasks, costs = np.empty((tiles * kv_heads, 3), np.int64), np.empty(tiles * kv_heads, np.int64)
+    count = 0
     for b in range(lengths.size):
         rows = cu[b + 1] - cu[b]
         for g in range(kv_heads):
             for first in range(0, rows, QUERY_TILE):
                 end = min(rows, first + QUERY_TILE)
-                seen = lengths[b] - rows + end
-                chunks = (seen + CHUNK - 1) // CHUNK
-                apart = chunks if SPLIT and rows == 1 and chunks > 1 else 1
-                for c in range(apart):
-                    end_chunk = c + 1 if apart > 1 else chunks
-                    tasks[count] = (b, g, first, end, c, end_chunk, partials if apart > 1 else -1)
-                    costs[count] = (end - first) * (min(seen, end_chunk * CHUNK) - c * CHUNK)
-                    count += 1
-                    partials += apart > 1
-    return tasks[:count], costs[:count], partials
+                tasks[count, 0], tasks[count, 1], tasks[count, 2] = b, g, first
+                costs[count] = (end - first) * (lengths[b] - rows + end)
+                count += 1
+    return tasks, costs
 
 
 @entry
@@ -341,44 +314,22 @@ def write_rows(k, v, k_cache, v_cache, table, cu, lengths):
         for t in range(cu[b], cu[b + 1]):
             position = lengths[b] - cu[b + 1] + t
             page, slot = table[b, position // page_size], position % page_size
-            k_cache[page, slot] = k[t]
-            v_cache[page, slot] = v[t]
+            for g in range(k.shape[1]):
+                for d in range(k.shape[2]):
+                    k_cache[page, slot, g, d] = k[t, g, d]
+                    v_cache[page, slot, g, d] = v[t, g, d]
 
 
-def read(dtype, rank):
-    return types.Array(dtype, rank, "A", readonly=True)
-
-
-def written(rank):
-    return types.Array(float32, rank, "A")
-
-
-SIGNATURES = {
-    attend: (
-        *(
-            read(float32, 3),
-            read(float32, 4),
-            read(float32, 4),
-            read(int32, 2),
-            read(int32, 1),
-            read(int32, 1),
-        ),
-        *(
-            read(int32, 1),
-            float32,
-            int64[:, ::1],
-            float32[:, :, ::1],
-            read(float32, 1),
-            written(3),
-            written(2),
-        ),
-    ),
-    combine: (int64[:, ::1], float32[:, :, ::1], read(int32, 1), written(3), written(2)),
-    plan: (read(int32, 1), read(int32, 1), int64),
-    write_rows: (
-        *(read(float32, 3), read(float32, 3), written(4), written(4)),
-        *(read(int32, 2), read(int32, 1), read(int32, 1)),
-    ),
+LENGTHS, TABLE, FLOATS, PAGES = (
+    types.Array(kind, rank, "A", readonly=True)
+    for kind, rank in ((int32, 1), (int32, 2), (float32, 3), (float32, 4))
+)
+LSE, OUT, CACHE = (types.Array(float32, rank, "A") for rank in (2, 3, 4))
+INPUTS = (FLOATS, PAGES, PAGES, TABLE, LENGTHS, LENGTHS, LENGTHS, float32)
+UNCOMPILED = {
+    attend: (*INPUTS, int64[:, ::1], float32[::1], OUT, LSE),
+    plan: (LENGTHS, LENGTHS, int64),
+    write_rows: (FLOATS, FLOATS, CACHE, CACHE, TABLE, LENGTHS, LENGTHS),
 }
 lock = threading.Lock()
 pools = {}
@@ -386,11 +337,10 @@ pools = {}
 
 def compiled(kernel):
     """Compile a kernel at its first use, for arrays of any strides."""
-    if not kernel.signatures:
-        with lock:
-            if not kernel.signatures:
-                kernel.compile(SIGNATURES[kernel])
-                kernel.disable_compile()
+    with lock:
+        if kernel in UNCOMPILED:
+            kernel.compile(UNCOMPILED.pop(kernel))
+            kernel.disable_compile()
     return kernel
 
 
@@ -404,62 +354,43 @@ def pool():
 
 
 def run(q, k_cache, v_cache, table, offsets, cu, lengths, scale, out, lse):
-    tasks, costs, partial_count = compiled(plan)(cu, lengths, k_cache.shape[2])
-    partials = np.empty((partial_count, q.shape[1] // k_cache.shape[2], q.shape[2] + 2), np.float32)
+    tasks, costs = compiled(plan)(cu, lengths, k_cache.shape[2])
     cl = np.float32(float(scale) * math.log2(math.e))
     lse = np.empty((0, 0), np.float32) if lse is None else lse
+    inputs = (q, k_cache, v_cache, table, offsets, cu, lengths, cl)
     kernel = compiled(attend)
 
-    inputs = (q, k_cache, v_cache, table, offsets, cu, lengths, cl)
-
     def part(first, end):
-        return kernel(*inputs, tasks[first:end], partials, DENORMAL_PROBE, out, lse)
+        return kernel(*inputs, tasks[first:end], DENORMAL_PROBE, out, lse)
 
-    total = costs.sum()
-    if total < ALONE_BELOW:
+    threads = len(os.sched_getaffinity(0))
+    if costs.sum() < ALONE_BELOW:
         intact = part(0, len(tasks))
     else:
-        threads = len(os.sched_getaffinity(0))
         if PARTITION == "cost":
-            cuts = np.searchsorted(np.cumsum(costs), total * np.arange(1, threads) / threads)
+            ends = np.searchsorted(np.cumsum(costs), costs.sum() * np.arange(1, threads) / threads).tolist()
         else:
-            cuts = len(tasks) * np.arange(1, threads) // threads
-        cuts = [0, *cuts.tolist(), len(tasks)]
-        intact = all(list(pool().map(part, cuts[:-1], cuts[1:])))
+            ends = [len(tasks) * n // threads for n in range(1, threads)]
+        intact = all(list(pool().map(part, [0, *ends], [*ends, len(tasks)])))
     if not intact:
-        raise RuntimeError(
-            "a thread flushes denormal numbers to zero, which changes bits: turn that mode off"
-        )
-    if partial_count:
-        compiled(combine)(tasks, partials, cu, out, lse)
+        raise RuntimeError("a thread flushes denormal numbers, which changes bits: turn that mode off")
 
 
 def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, out, lse):
-    """Packed causal attention: all the tokens are one page, and a request starts at its offset into it."""
+    """Packed sequences: all tokens are one page, in which a request starts at its offset."""
     table = np.zeros((len(cu_seqlens) - 1, 1), np.int32)
     run(q, k[None], v[None], table, cu_seqlens[:-1], cu_seqlens, np.diff(cu_seqlens), softmax_scale, out, lse)
 
 
 def paged_attention(
-    q,
-    k_cache,
-    v_cache,
-    page_table,
-    cu_seqlens_q,
-    seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    out,
-    lse,
-):
-    """Causal attention of the last rows of every request over its pages."""
+    q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k,
+    max_seqlen_q, max_seqlen_k, softmax_scale, out, lse,
+):  # fmt: skip
     offsets = np.zeros(len(seqlens_k), np.int32)
     run(q, k_cache, v_cache, page_table, offsets, cu_seqlens_q, seqlens_k, softmax_scale, out, lse)
 
 
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
-    """Write the new tokens' keys and values to their positions in the pages."""
     compiled(write_rows)(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
 
 
@@ -468,7 +399,5 @@ def numerics(constant_axes):
 
 
 def schedule(axes, knobs):
-    return {
-        "query_tile": min(knobs["QUERY_TILE"], axes["query_length"]),
-        "by_chunk": int(knobs["DECODE_SPLIT"] == "chunk" and axes["query_length"] == 1),
-    }
+    tile = min(knobs["QUERY_TILE"], axes["query_length"])
+    return {"query_tile": tile, "tiles": axes["batch"] * -(-axes["query_length"] // max(1, tile))}
