@@ -9,7 +9,8 @@ from tests.controls.broken import CONTROLS, GOOD, Control
 
 from kernelbraid.audit.checks import check, check_all
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import Requirement
+from kernelbraid.audit.verify import with_numerics
+from kernelbraid.contract import Requirement, Source
 from kernelbraid.ir.evidence import Level, Verdict
 from kernelbraid.ops.attention.spec import ATTENTION
 
@@ -37,6 +38,15 @@ def test_the_good_attention_holds_every_requirement(tmp_path: Path) -> None:
     assert [v.requirement for v in verdicts] == [r.id for r in ATTENTION.contract.requirements]
     assert [v.difference for v in verdicts if not v.held] == []
     assert all(v.cases and v.comparisons for v in verdicts)
+
+
+def test_the_good_attention_agrees_with_an_independent_one(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "examples" / "roots" / "straightforward.py"
+    root = with_numerics(Source(path.read_text()), PLAN.numerics)
+    runner = LocalRunner(GOOD, tmp_path, root.text)
+    for regime in ATTENTION.regimes:
+        agreed = check(ATTENTION, requirement(f"implementations_agree/{regime}"), PLAN, runner)
+        assert agreed.held and agreed.comparisons, agreed
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)

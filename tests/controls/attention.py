@@ -1,4 +1,4 @@
-"""A good attention, small enough to break on purpose: one row of one head at a time, in the contract's order.
+"""A good attention, small enough to break on purpose: one row of one head at a time, the contract's bits.
 
 `broken.py` edits this text; each edit is a mistake that somebody makes.
 """
@@ -24,21 +24,20 @@ LANES = 16
 SHIFT = np.float32(12582912)
 LN2 = np.float32(math.log(2))
 INF = np.float32(np.inf)
-COEFFICIENTS = (
-    "0x1.470b48p-13",
-    "0x1.5f7276p-10",
-    "0x1.3b270ep-7",
-    "0x1.c6ae72p-5",
-    "0x1.ebfbe2p-3",
-    "0x1.62e432p-1",
-    "0x1p+0",
-)
-HORNER = tuple(np.float32(float.fromhex(c)) for c in COEFFICIENTS)
+EXP2 = "1p0 1.62e432p-1 1.ebfbe2p-3 1.c6ae72p-5 1.3b270ep-7 1.5f7276p-10 1.470b48p-13"
+LOG2 = "1.715476p1 1.ec709ep-1 1.2776c6p-1 1.a61762p-2 1.484b14p-2"
+EXP2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(EXP2.split()))
+LOG2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(LOG2.split()))
 
 
 @intrinsic
 def fma(typing_context, a, b, c):
     return float32(float32, float32, float32), lambda context, builder, signature, args: builder.fma(*args)
+
+
+@intrinsic
+def bits_of(typing_context, x):
+    return int32(float32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic
@@ -53,10 +52,23 @@ def exp2(x):
     if x != x:
         return x
     n = (x + SHIFT) - SHIFT
-    p = HORNER[0]
-    for c in HORNER[1:]:
+    p = EXP2_DESCENDING[0]
+    for c in EXP2_DESCENDING[1:]:
         p = fma(p, x - n, c)
     return p * from_bits(np.int32((np.int32(n) + 127) << 23))
+
+
+@njit
+def log2(x):
+    if not (np.float32(0) < x < INF):
+        return -INF if x == np.float32(0) else x
+    offset = bits_of(x) - 0x3F3504F3
+    f = from_bits(np.int32((offset & 0x7FFFFF) + 0x3F3504F3))
+    z = (f - np.float32(1)) / (f + np.float32(1))
+    p = LOG2_DESCENDING[0]
+    for c in LOG2_DESCENDING[1:]:
+        p = fma(p, z * z, c)
+    return fma(z, p, np.float32(offset >> 23))
 
 
 @njit
@@ -119,13 +131,16 @@ def attend(q, keys, values, position, cl, chunk, block, out, lse):
                         for d in range(A.size):
                             acc[d] = fma(p, values[j, g, d], acc[d])
                     m = top
-                total = np.float32(0)
-                for i in range(LANES):
-                    total += lanes[i]
+                half = LANES // 2
+                while half:
+                    for i in range(half):
+                        lanes[i] += lanes[i + half]
+                    half //= 2
+                total = lanes[0]
                 M, L = merge(M, L, A, m, total, acc)
             for d in range(A.size):
                 out[row, h, d] = canonical(A[d] / L + np.float32(0))
-            lse[h, row] = canonical((M + np.log2(L)) * LN2)
+            lse[h, row] = canonical((M + log2(L)) * LN2)
 
 
 def scaled(softmax_scale):
