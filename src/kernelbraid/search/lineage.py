@@ -3,6 +3,7 @@
 Everything is decided from recorded evidence: a search that was interrupted decides the same when it goes on.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -77,10 +78,22 @@ def settle(study: Study) -> list[Settled]:
 
 
 def awaiting(study: Study) -> list[Standing]:
-    """Return the candidates whose promotion waits for a full audit alone, the fastest first."""
+    """Return the candidates whose promotion waits for a full audit alone, the one to confirm first in front.
+
+    That is the fastest one, but among those that are as fast within their errors one that keeps the
+    incumbent's bits, if there is one: nobody should lose certificates for noise.
+    """
     rule = Rule.of(study)
     waiting = [each for each in _undecided(study) if rule.judge(each).outcome is Outcome.CONFIRM]
-    return sorted(waiting, key=lambda each: each.log_objective or 0.0)
+    if not waiting:
+        return []
+    fastest = min(waiting, key=_objective)
+
+    def order(each: Standing) -> tuple[bool, bool, float]:
+        behind = _objective(each) - _objective(fastest) > math.hypot(each.error, fastest.error)
+        return behind, each.evidence.bits_id != rule.incumbent_bits, _objective(each)
+
+    return sorted(waiting, key=order)
 
 
 def follow_up(study: Study, standing: Standing) -> tuple[Lineage, str]:
@@ -101,6 +114,11 @@ def follow_up(study: Study, standing: Standing) -> tuple[Lineage, str]:
     if change > 0:
         return Lineage.ARCHIVE, f"its aggregate latency is {100 * change:.1f}% above its parent's"
     return Lineage.CONTINUE, f"its aggregate latency is {-100 * change:.1f}% below its parent's"
+
+
+def _objective(standing: Standing) -> float:
+    assert standing.log_objective is not None
+    return standing.log_objective
 
 
 def _undecided(study: Study) -> list[Standing]:

@@ -21,8 +21,8 @@ from kernelbraid.search.proposers import Proposal, Proposer
 from kernelbraid.search.standings import Standing
 from kernelbraid.search.study import Study
 
-BATCH = 3
-"""Candidates in one job, so that one is built while another is checked."""
+BATCH = 4
+"""Candidates in one job: they share its inputs, and are built two at a time."""
 FULL_OVER_SCREEN = 10.0
 """Seconds of a full audit over those of a screen, until one was seen."""
 CONFIRMING_SHARE = 1 / 3

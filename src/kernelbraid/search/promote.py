@@ -188,10 +188,10 @@ def install(study: Study) -> tuple[Path, Certificate]:
         The installed file and the certificate beside it.
 
     Raises:
-        ValueError: nothing was promoted, or it was proven on another CPU model.
+        ValueError: nothing was promoted, or it was proven under another contract or on another CPU model.
         RuntimeError: the user's data folder cannot be written.
     """
-    study.require_current()
+    study.require_contract()
     winner, contract = study.incumbent, study.contract
     if winner == study.root:
         raise ValueError(

@@ -222,18 +222,22 @@ class Study:
         """Return what the study found so far, JSON-able: see `summary.summary`."""
         return summary(self)
 
+    def require_contract(self) -> None:
+        """Raise ValueError unless the study was made under the operator's present contract."""
+        if self.contract.hash != self.store.study.contract_hash:
+            raise ValueError(self._outdated("contract"))
+
     def require_current(self) -> None:
         """Raise ValueError unless this version of kernelbraid judges as the study's evidence was judged."""
-        study = self.store.study
-        for what, found, made in (
-            ("contract", self.contract.hash, study.contract_hash),
-            ("judging code", jobs.harness_hash(), study.harness),
-        ):
-            if found != made:
-                raise ValueError(
-                    f"{self.folder} was made under another state of the {what}, and its evidence does not "
-                    "carry over: start a new study, or use the version that made it"
-                )
+        self.require_contract()
+        if jobs.harness_hash() != self.store.study.harness:
+            raise ValueError(self._outdated("judging code"))
+
+    def _outdated(self, what: str) -> str:
+        return (
+            f"{self.folder} was made under another state of the {what}, and its evidence does not carry "
+            "over: start a new study, or use the version that made it"
+        )
 
 
 def check_source(source: Source, operator: Operator) -> None:

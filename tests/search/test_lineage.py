@@ -1,0 +1,80 @@
+"""What follows an audit: which candidate is confirmed first, and which stay branch points."""
+
+from pathlib import Path
+
+from tests.search.fake_audit import ROOT, FakeAudits, Settings, new_study, settings_of
+
+from kernelbraid.contract import KnobValue
+from kernelbraid.ir import query
+from kernelbraid.ir.schema import Lineage
+from kernelbraid.search import audits, lineage, loop
+from kernelbraid.search.proposers import Proposal, edits
+from kernelbraid.search.proposers.external import External
+from kernelbraid.search.study import Study
+
+
+def screened(study: Study, fake: FakeAudits, *settings: dict[str, KnobValue]) -> None:
+    """Audit the root and edits of it, without deciding anything."""
+    loop.run(study, External(), run_job=fake)
+    for each in settings:
+        source = edits.apply(ROOT, each, study.contract)
+        study.admit(Proposal(source, (ROOT.sha256,), "a test", proposer="test"))
+    audits.run(study, study.store.pending(), run_job=fake)
+
+
+def gains(**effects: float) -> FakeAudits:
+    def model(settings: Settings, phase: str) -> float:
+        return sum(effects.get(f"{name}__{value}", 0.0) for name, value in settings.items())
+
+    return FakeAudits(model=model, noise=0.003)
+
+
+def waiting(study: Study) -> list[dict[str, KnobValue]]:
+    found = [settings_of(study.store.source(each.sha256)) for each in lineage.awaiting(study)]
+    return [edits.differences(settings_of(ROOT), each) for each in found]
+
+
+def test_the_fastest_candidate_is_confirmed_first(tmp_path: Path) -> None:
+    fake = gains(VALUES__keys_by_4=-0.2, PARTITION__cost=-0.3, KEY_BLOCK__128=-0.4)
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"VALUES": "keys_by_4"}, {"PARTITION": "cost"}, {"KEY_BLOCK": 128})
+        assert waiting(study) == [{"KEY_BLOCK": 128}, {"PARTITION": "cost"}, {"VALUES": "keys_by_4"}]
+
+
+def test_among_equally_fast_ones_the_incumbents_bits_are_kept(tmp_path: Path) -> None:
+    fake = gains(PARTITION__cost=-0.3, KEY_BLOCK__128=-0.3001)
+    fake.noise = 0.01
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"KEY_BLOCK": 128}, {"PARTITION": "cost"})
+        standings = {each.sha256: each for each in lineage.awaiting(study)}
+        assert len(standings) == 2
+        one, two = standings.values()
+        assert one.log_objective is not None and two.log_objective is not None
+        near = abs(one.log_objective - two.log_objective) <= (one.error**2 + two.error**2) ** 0.5
+        assert near and waiting(study)[0] == {"PARTITION": "cost"}
+
+
+def test_faster_and_equal_ones_are_continued_and_slower_ones_archived(tmp_path: Path) -> None:
+    fake = gains(VALUES__keys_by_4=-0.2, PARTITION__cost=0.03)
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"VALUES": "keys_by_4"}, {"PARTITION": "cost"}, {"EXP2_DEGREE": 4})
+        loop.run(study, External(), run_job=fake)
+        fast, slow, wrong = [each.sha256 for each in query.implementations(study.store)][1:]
+        assert [each.decision for each in query.lineage_decisions(study.store, fast)] == [Lineage.CONTINUE]
+        (archived,) = query.lineage_decisions(study.store, slow)
+        assert archived.decision is Lineage.ARCHIVE and "above its parent's" in archived.reason
+        assert query.lineage_decisions(study.store, wrong) == []
+        assert [each.sha256 for each in query.archive(study.store)] == [slow]
+        assert wrong not in {each.sha256 for each in query.frontier(study.store)}
+
+
+def test_every_audited_candidate_gets_one_decision_and_settling_again_adds_none(tmp_path: Path) -> None:
+    fake = gains(VALUES__keys_by_4=-0.2)
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"VALUES": "keys_by_4"}, {"QUERY_TILE": 1}, {"EXP2_DEGREE": 4})
+        assert len(lineage.settle(study)) == 2
+        assert lineage.settle(study) == []
+        loop.run(study, External(), run_job=fake)
+        decided = [each.implementation for each in query.promotions(study.store)]
+        assert len(decided) == len(set(decided)) == 3
+        assert lineage.settle(study) == [] and lineage.awaiting(study) == []
