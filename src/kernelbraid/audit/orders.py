@@ -15,6 +15,9 @@ from kernelbraid.ir.evidence import Level
 
 FORMAT = "kernelbraid audit job 1"
 
+BESIDE_THE_JUDGE = frozenset({"bench", "beside", "selftest"})
+"""Files of this package that use the judging code and give no verdict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -124,11 +127,11 @@ class Event:
 def harness_hash() -> str:
     """Return the hash of the code that judges: contract, problems, evidence, audit, operators' statements.
 
-    Implementations and the public functions in front of them are not part of it.
+    Implementations, the public functions in front of them, benchmarks and the self-test are not part of it.
     """
     package = Path(__file__).resolve().parents[1]
     files = [package / "contract.py", package / "ops" / "problem.py", package / "ir" / "evidence.py"]
-    files += (package / "audit").glob("*.py")
+    files += [file for file in (package / "audit").glob("*.py") if file.stem not in BESIDE_THE_JUDGE]
     files += [file for file in (package / "ops").glob("*/*.py") if not _judged(file.stem)]
     found = sha256()
     for file in sorted(files):
