@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
-from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows, RowSpan
+from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows
 
 REMEMBERED_BYTES = 384 << 20
 """Results and problems kept for the next cases, least recently used dropped first."""
@@ -148,27 +149,33 @@ def _size(rows: Rows) -> int:
 
 def gather(program: Program, outputs: Mapping[str, Array], rows: Sequence[int]) -> Rows:
     """Collect each request's rows from output buffers; the leading axis counts its copies in the layout."""
-    spans: dict[tuple[str, int], list[RowSpan]] = {}
+    along: dict[tuple[str, int], Array] = {}
+    copies: dict[tuple[str, int], list[_Copy]] = {}
     for span in program.spans:
-        spans.setdefault((span.quantity, span.request), []).append(span)
-    return {key: _copies(found, outputs, rows[key[1]]) for key, found in spans.items()}
-
-
-def _copies(spans: list[RowSpan], outputs: Mapping[str, Array], rows: int) -> Array:
-    """Rows of one request's copies; every row of every copy must come out once."""
-    copies: list[tuple[int, list[Array]]] = []
-    for span in spans:
-        block = outputs[span.buffer]
-        if span.axis:
-            block = np.moveaxis(block, span.axis, 0)
+        where = span.buffer, span.axis
+        if where not in along:
+            along[where] = np.moveaxis(outputs[span.buffer], span.axis, 0)
+        found = copies.setdefault((span.quantity, span.request), [])
         if span.first_row == 0:
-            copies.append((0, []))
+            found.append(_Copy(0, []))
         # Spans come in the order of the calls: the first copy that ends where this one begins goes on.
-        at = next(i for i, (end, _) in enumerate(copies) if end == span.first_row)
-        copies[at][1].append(block[span.start : span.stop])
-        copies[at] = (span.first_row + span.stop - span.start, copies[at][1])
-    assert all(end == rows for end, _ in copies), (spans[0], [end for end, _ in copies], rows)
-    return np.array([np.concatenate(blocks) for _, blocks in copies])
+        copy = next(copy for copy in found if copy.rows == span.first_row)
+        copy.blocks.append(along[where][span.start : span.stop])
+        copy.rows += span.stop - span.start
+    for key, found in copies.items():
+        assert all(copy.rows == rows[key[1]] for copy in found), (key, [copy.rows for copy in found])
+    return {key: np.array([copy.joined() for copy in found]) for key, found in copies.items()}
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Rows of one copy of a request, as far as they have come out."""
+
+    rows: int
+    blocks: list[Array]
+
+    def joined(self) -> Array:
+        return self.blocks[0] if len(self.blocks) == 1 else np.concatenate(self.blocks)
 
 
 def check(
