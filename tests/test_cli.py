@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -321,3 +322,30 @@ def test_verify_screen(run: Run) -> None:
     assert document["held"] and document["unequal"] == 0 and document["comparisons"] > 1_000_000
     [report] = document["operators"]
     assert {"relation", "regime", "comparisons", "unequal", "first_difference"} <= set(report["relations"][0])
+
+
+@pytest.mark.slow
+def test_interrupt_and_resume(run: Run, tmp_path: Path) -> None:
+    words = ("search", "attention", "--root", STRAIGHTFORWARD, "--audits", "1", "--study", "study", "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kernelbraid", *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "KERNELBRAID_HOME": str(tmp_path / "home")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "proposed" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.INTERRUPTED, errors
+    assert json.loads(output)["ended_by"] == "interrupted"
+    assert "kernelbraid resume" in errors and "Traceback" not in errors
+
+    done = run("resume", "study", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["audited"] == 1 and found["ended_by"] == "audits"
