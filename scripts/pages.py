@@ -23,8 +23,8 @@ Made by `make docs` from `--help`; do not edit. Every verb prints tables for peo
 JSON document on standard output and nothing else there. Progress, warnings and errors go to standard error.
 Colours and rules appear on a terminal only.
 
-One environment variable is read, KERNELBRAID_HOME: where promoted implementations, local certificates and compiled
-code live; by default the user's data folder.
+One environment variable is read, KERNELBRAID_HOME: where promoted implementations, local certificates and
+compiled code live; by default the user's data folder.
 
 | exit code | meaning |
 |---|---|
