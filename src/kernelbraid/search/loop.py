@@ -23,7 +23,7 @@ from kernelbraid.search.study import Study
 
 BATCH = 4
 """Candidates in one job: they share its inputs, and are built two at a time."""
-FULL_OVER_SCREEN = 10.0
+FULL_OVER_SCREEN = 4.0
 """Seconds of a full audit over those of a screen, until one was seen."""
 CONFIRMING_SHARE = 1 / 3
 """Part of the searching time that full audits may take before the end of a search."""
