@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import carray, float32, int32, int64, njit, types
 from numba.extending import intrinsic
 
-CHUNK = 1024
+CHUNK = 256
 KEY_BLOCK = 64
 EXP2_DEGREE = 6
 QUERY_TILE = 16
@@ -320,10 +320,8 @@ def write_rows(k, v, k_cache, v_cache, table, cu, lengths):
                     v_cache[page, slot, g, d] = v[t, g, d]
 
 
-LENGTHS, TABLE, FLOATS, PAGES = (
-    types.Array(kind, rank, "A", readonly=True)
-    for kind, rank in ((int32, 1), (int32, 2), (float32, 3), (float32, 4))
-)
+LENGTHS, TABLE = (types.Array(int32, rank, "A", readonly=True) for rank in (1, 2))
+FLOATS, PAGES = (types.Array(float32, rank, "A", readonly=True) for rank in (3, 4))
 LSE, OUT, CACHE = (types.Array(float32, rank, "A") for rank in (2, 3, 4))
 INPUTS = (FLOATS, PAGES, PAGES, TABLE, LENGTHS, LENGTHS, LENGTHS, float32)
 UNCOMPILED = {

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import float32, int32, int64, njit, types
 from numba.extending import intrinsic
 
-CHUNK = 1024
+CHUNK = 256
 KEY_BLOCK = 64
 EXP2_DEGREE = 6
 ROWS = 6
@@ -409,7 +409,7 @@ def attend(inputs, work, out, lse):
     states = scratch[LANES + (ROWS + columns) * WIDTH :]
     largest = states.size // (2 * words)
     states = states[: 2 * largest * words].reshape(2, largest, words)
-    tables = np.empty((8, max(CHUNK, columns, largest)), np.int64)
+    tables = np.empty((8, max(CHUNK + KEY_BLOCK, columns, largest)), np.int64)
     k_rows, v_rows, sees = tables[KEYS_AT], tables[VALUES_AT], tables[SEES]
     for row in range(max(ROWS, columns)):
         tables[SCORES_AT, row] = address(scores) + 4 * WIDTH * row
@@ -436,14 +436,16 @@ def attend(inputs, work, out, lse):
             state.fill(0)
             state[:, 0] = -np.inf
             stop = min(c * CHUNK + CHUNK, sees[size - 1])
-            locate(k, table, b, slots[b] + c * CHUNK, stop - c * CHUNK, k_rows)
-            locate(v, table, b, slots[b] + c * CHUNK, stop - c * CHUNK, v_rows)
+            known = min(stop + KEY_BLOCK, end_chunk * CHUNK, sees[size - 1])  # with a block to prefetch
+            locate(k, table, b, slots[b] + c * CHUNK, known - c * CHUNK, k_rows)
+            locate(v, table, b, slots[b] + c * CHUNK, known - c * CHUNK, v_rows)
             for start in range(c * CHUNK, stop, KEY_BLOCK):
                 k_now, v_now = address(k_rows) + 8 * (start % CHUNK), address(v_rows) + 8 * (start % CHUNK)
                 for g in range(g0, g1):
                     # Prefetched meanwhile: this block for the next KV head, or the next block for the first.
-                    more = start + KEY_BLOCK < stop
-                    next_g, ahead = (g + 1, 0) if g + 1 < g1 else (g0, 8 * KEY_BLOCK * more)
+                    next_g, ahead = (
+                        (g + 1, 0) if g + 1 < g1 else (g0, 8 * KEY_BLOCK * (start + KEY_BLOCK < known))
+                    )
                     coming = (k_now + ahead, next_g * k.strides[2], v_now + ahead, next_g * v.strides[2])
                     count = min(KEY_BLOCK, stop - start)
                     emit_transpose((count, columns, k_now, g * k.strides[2], keys, *coming))
@@ -512,10 +514,8 @@ def write_rows(k, v, k_cache, v_cache, table, cu, lengths):
 
 
 # ---- Host.
-LENGTHS, TABLE, FLOATS, PAGES = (
-    types.Array(kind, rank, "A", readonly=True)
-    for kind, rank in ((int32, 1), (int32, 2), (float32, 3), (float32, 4))
-)
+LENGTHS, TABLE = (types.Array(int32, rank, "A", readonly=True) for rank in (1, 2))
+FLOATS, PAGES = (types.Array(float32, rank, "A", readonly=True) for rank in (3, 4))
 LSE, OUT, CACHE = (types.Array(float32, rank, "A") for rank in (2, 3, 4))
 INPUTS = types.Tuple((FLOATS, PAGES, PAGES, TABLE, LENGTHS, LENGTHS, LENGTHS, float32))
 WORK = types.Tuple((int64[:, ::1], int64[::1], int64[::1], float32[:, ::1], float32[:, ::1], float32[::1]))
