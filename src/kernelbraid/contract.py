@@ -140,6 +140,8 @@ class Contract:
     knobs: tuple[Knob, ...]
     relations: tuple[Relation, ...]
     accuracy: tuple[AccuracyBound, ...]
+    canonical_nan: bool = False
+    """Every NaN of a result is the positive quiet one without payload: no operand order shows in it."""
 
     @property
     def name(self) -> str:

@@ -209,6 +209,17 @@ def test_page_sizes_of_the_whole_range_and_any_order(regime: str) -> None:
     assert all(layout.page_seed for layout in right)
 
 
+def test_a_full_check_tries_every_page_size() -> None:
+    full = replace(PLAN, level=Level.FULL)
+    sizes = {
+        layout.page_size
+        for regime in ("prefill", "chunked_prefill", "decode")
+        for case in cases(ATTENTION, requirement(f"paging/{regime}"), full)
+        for layout in layouts(case)
+    }
+    assert sizes == set(range(1, 257))
+
+
 @pytest.mark.parametrize(
     "name",
     [

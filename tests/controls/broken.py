@@ -201,6 +201,12 @@ CONTROLS = (
         held=("rerun/decode", "paging/decode"),
     ),
     Control(
+        "nan_payload_everywhere",  # the payload shows in all regimes alike
+        "update_equals_rollout/update",
+        ((STORE, STORE.replace("canonical(A[d] / L + np.float32(0))", "A[d] / L + np.float32(0)")),),
+        held=("accuracy_out/prefill",),
+    ),
+    Control(
         "mask_of_a_query_tile",  # rows of a tile of four see all that its last row sees
         "chunked_prefill/chunked_prefill",
         ((PAGED, PAGED.replace("attend(", "twin(")),),

@@ -27,6 +27,7 @@ def test_contract_hash_covers_every_field():
         "dtypes": ("float32", "bfloat16"),
         "accuracy": (AccuracyBound("out", 9.0, 1e-6, ("decode",)),),
         "exclusions": (Exclusion("window", "no"),),
+        "canonical_nan": False,
     }
     hashes = {CONTRACT.hash}
     for field in fields(CONTRACT):

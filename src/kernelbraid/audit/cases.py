@@ -316,6 +316,19 @@ def _paging(scope: Scope, regime: Regime) -> Iterator[Pair]:
         for page_size in sizes:
             changed = _again(layout, page_size=page_size, page_seed=rng.randint(1, 1 << 31))
             yield Pair(drawing, Execution(layout), Execution(changed))
+    if scope.plan.level == Level.FULL:
+        yield from _every_page_size(scope, regime)
+
+
+def _every_page_size(scope: Scope, regime: Regime) -> Iterator[Pair]:
+    """All page sizes of the domain on one small problem, divided among the regimes."""
+    drawing = scope.small()
+    layout = scope.layout(regime, drawing)
+    regimes = [r for r in scope.operator.regimes if r not in WHOLE_REGIMES]
+    low, high = scope.pages
+    for page_size in range(low + regimes.index(regime), high + 1, len(regimes)):
+        changed = _again(layout, page_size=page_size, page_seed=page_size)
+        yield Pair(drawing, Execution(layout), Execution(changed))
 
 
 def _decode_equals_prefill(scope: Scope, regime: Regime) -> Iterator[Pair]:

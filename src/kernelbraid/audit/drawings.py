@@ -187,6 +187,12 @@ class Scope:
         rng.shuffle(sizes)
         return self._drawing(sizes, kind, "edges")
 
+    def small(self) -> Drawing:
+        """A problem of few positions, for layouts that are many."""
+        rng = self.rng("small")
+        lengths = [1, rng.randint(2, 60), rng.randint(60, 300)]
+        return self._drawing([(n, rng.randint(1, 4)) for n in lengths], "normal", "small")
+
     def whole(self, kind: InputKind) -> Drawing:
         """A problem of which every row is computed: both sides of short edges, and random lengths."""
         rng = self.rng("whole", kind)

@@ -155,6 +155,7 @@ CONTRACT = Contract(
         AccuracyBound("out", factor=2.0, floor=1e-6, regimes=FORWARD),
         AccuracyBound("lse", factor=2.0, floor=5e-7, regimes=FORWARD),
     ),
+    canonical_nan=True,
 )
 
 
