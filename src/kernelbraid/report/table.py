@@ -249,11 +249,14 @@ def closing(console: Console, summary: Document) -> None:
     objective = summary["objective"]
     gain = summary["smallest_gain"]
     bits = summary["bits"]
+    times = a_step(summary, beside) if beside else {}
+    against = ", ".join(f"{name} {ms / times['torch']:.2f}" for name, ms in times.items() if name != "torch")
     facts(
         console,
         "",
         {
-            "objective, ms a step": _objective(objective),
+            "objective in its audit, ms a step": _objective(objective),
+            **({"time over torch's, this run": against} if against else {}),
             "speedup over the root": f"{summary['speedup']:.3f}",
             "root": summary["root"][:12],
             "best": summary["best"][:12],
@@ -301,18 +304,24 @@ def _regimes(console: Console, summary: Document, beside: Mapping[str, Document]
     headers = ["regime, ms a step", *columns, *(["torch"] if beside else []), "best/root"]
     grid = Grid("", headers)
     for regime in summary["regimes"]:
-        if not beside:
+        if beside:
+            times = a_step(summary, beside, regime["regime"])
+            grid.add(regime["regime"], *(times[name] for name in (*columns, "torch")), regime["ratio"])
+        else:
             grid.add(regime["regime"], regime["root_ms"], regime["best_ms"], regime["ratio"])
-            continue
-        members = [
-            (row["weight"], beside[row["workload"]])
-            for row in summary["workloads"]
-            if row["phase"] == regime["regime"]
-        ]
-        sums = [sum(weight * times[f"{name}_ms"] for weight, times in members) for name in columns]
-        peers = sum(weight * min(times["peers"].values()) for weight, times in members)
-        grid.add(regime["regime"], *sums, peers, regime["ratio"])
     grid.show(console)
+
+
+def a_step(summary: Document, beside: Mapping[str, Document], phase: str | None = None) -> dict[str, float]:
+    """Milliseconds a step of each contender measured side by side, of one regime or of all."""
+    found = dict.fromkeys(("root", "best", "shipped", "torch"), 0.0)
+    for row in summary["workloads"]:
+        if phase in (None, row["phase"]):
+            times = beside[row["workload"]]
+            for name in ("root", "best", "shipped"):
+                found[name] += row["weight"] * times[f"{name}_ms"]
+            found["torch"] += row["weight"] * min(times["peers"].values())
+    return found
 
 
 def _objective(objective: Document | None) -> str | None:

@@ -124,7 +124,7 @@ CONTRACT = Contract(
         ("no query rows", "nothing is stored"),
     ),
     knobs=(
-        Knob("chunk", (256, 512, 1024, 2048, 4096), 1024, "keys per chunk, from position 0"),
+        Knob("chunk", (256, 512, 1024, 2048, 4096), 256, "keys per chunk, from position 0"),
         Knob("key_block", (16, 32, 64, 128, 256), 64, "keys per online-softmax step; divides chunk"),
         Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exp2 polynomial"),
     ),
