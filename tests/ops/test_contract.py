@@ -10,7 +10,7 @@ from kernelbraid.contract import REGIMES, AccuracyBound, Exclusion, content_hash
 from kernelbraid.ops.attention.lowering import workload_lengths
 from kernelbraid.ops.attention.spec import ATTENTION, CONTRACT, EXP2_TABLES, GRIDS, LOG2_TABLE
 
-NUMERICS = {knob.name: knob.default for knob in CONTRACT.knobs}
+NUMERICS = {"chunk": 1024, "key_block": 64, "exp2_degree": 6}
 AXES = {"query_heads": 9, "kv_heads": 3, "head_dim": 64}
 BITS = CONTRACT.bits_id(NUMERICS, "float32", AXES, "cpu")
 
