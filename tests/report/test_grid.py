@@ -2,6 +2,8 @@
 
 import io
 import math
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -9,8 +11,9 @@ from kernelbraid.audit.orders import Event
 from kernelbraid.ir.evidence import Status
 from kernelbraid.report.grid import Grid, text
 from kernelbraid.report.progress import Watch, budget, described
-from kernelbraid.report.table import failure, short_names
+from kernelbraid.report.table import closing, failure, short_names
 from kernelbraid.search.loop import Progress
+from kernelbraid.search.study import Study
 
 
 def test_plain_lines_are_aligned() -> None:
@@ -99,3 +102,35 @@ def test_a_failure_names_place_values_distance_and_case() -> None:
     line = failure({"requirement": "attention/1/rerun/decode", "difference": difference})
     for part in ("out of request 0", "0x3f800000", "0x40000000", "8388608 ULP", "seed 7", "case attention/x"):
         assert part in line
+
+
+def test_closing_table_of_a_study_without_evidence(tmp_path: Path) -> None:
+    with Study.create(tmp_path / "study", "attention") as study:
+        summary = study.summary()
+    lines = shown(summary)
+    assert any(line.split()[:2] == ["audited", "0"] for line in lines)
+    assert any("stored in" in line and "study" in line for line in lines)
+    assert not any("over torch's" in line for line in lines)
+
+
+def test_closing_table_with_everything_side_by_side(tmp_path: Path) -> None:
+    with Study.create(tmp_path / "study", "attention") as study:
+        summary = study.summary()
+    times = {
+        "root_ms": 4.0,
+        "best_ms": 2.0,
+        "shipped_ms": 1.0,
+        "peers": {"torch_sdpa": 2.5, "torch_loop": 2.0},
+    }
+    rows = [{"workload": row["workload"], **times} for row in summary["workloads"]]
+    lines = shown({**summary, "side_by_side": rows, "ended_by": "time"})
+    [against] = [line for line in lines if "over torch's" in line]
+    assert "root 2.00, best 1.00, shipped 0.50" in against
+    header = next(line for line in lines if line.lstrip().startswith("workload"))
+    assert header.split()[-6:] == ["root", "best", "shipped", "torch", "best/root", "limit"]
+
+
+def shown(summary: dict[str, Any]) -> list[str]:
+    stream = io.StringIO()
+    closing(Console(file=stream), summary)
+    return stream.getvalue().splitlines()
