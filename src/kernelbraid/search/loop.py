@@ -116,6 +116,7 @@ class _Search:
         self._progress = progress
         self._should_stop = should_stop
         self._run_job = run_job
+        self._last_pace = 0.0
         self._count()
 
     def run(self) -> Ending:
@@ -205,10 +206,13 @@ class _Search:
 
     def _affordable(self) -> int:
         """How many candidates the next job may hold: at least one."""
-        each = audits.expected_seconds(self._study, Level.SCREEN) or 0.0
-        left = self._study.budget.seconds_left
+        each, left = self._pace(), self._study.budget.seconds_left
         by_time = math.inf if each == 0 else left // each
         return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
+
+    def _pace(self) -> float:
+        """Seconds that a screen takes here: of the last job, or by the stages of recorded audits."""
+        return self._last_pace or audits.expected_seconds(self._study, Level.SCREEN) or 0.0
 
     # Audit
 
@@ -228,8 +232,11 @@ class _Search:
     def _audit(self, requests: list[AuditRequest], seconds: float) -> bool:
         """Run one job; return whether it gave evidence."""
         progress, run_job = self._on_event, self._run_job
+        before = self._study.budget.seconds
         found = audits.run(self._study, requests, seconds=seconds, progress=progress, run_job=run_job)
         self._report(found)
+        if found and all(each.level is Level.SCREEN for each in found):
+            self._last_pace = (self._study.budget.seconds - before) / len(found)
         return bool(found)
 
     def _on_event(self, event: jobs.Event) -> None:
@@ -277,8 +284,7 @@ class _Search:
             raise StopRequested
         if study.budget.audits_left < 1:
             return Ending.AUDITS
-        each = audits.expected_seconds(study, Level.SCREEN) or 0.0
-        if study.budget.seconds_left <= each:
+        if study.budget.seconds_left <= self._pace():
             return Ending.TIME
         if query.audits_since_promotion(study.store) >= study.store.study.patience:
             return Ending.PATIENCE
@@ -294,8 +300,7 @@ class _Search:
         begun = self._begun(waiting)
         if not waiting or begun:
             return begun
-        screen = audits.expected_seconds(self._study, Level.SCREEN) or 0.0
-        cost = audits.expected_seconds(self._study, Level.FULL) or FULL_OVER_SCREEN * screen
+        cost = audits.expected_seconds(self._study, Level.FULL) or FULL_OVER_SCREEN * self._pace()
         spent = math.fsum(_full_taken(each) for each in self._study.standings().values())
         budget = self._study.budget
         early = spent + cost <= CONFIRMING_SHARE * budget.seconds and budget.seconds_left >= 3 * cost
