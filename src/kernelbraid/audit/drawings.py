@@ -76,9 +76,33 @@ class Scale:
 
 
 SCALES: Mapping[Level, Scale] = {
-    Level.SMOKE: Scale(1, 300, 65, 130, 8, 4, 1, 1, 1, 0),
-    Level.SCREEN: Scale(2, 8200, 137, 1100, 16, 1024, 4, 2, 3, 24 << 20),
-    Level.FULL: Scale(3, 8200, 300, 4200, 40, 1024, 6, 3, 4, 256 << 20),
+    Level.SMOKE: Scale(
+        kinds=1, near=300, short=65, whole=130, crossing=8, batch=4, alone=1, layouts=1, reruns=1, memory=0
+    ),
+    Level.SCREEN: Scale(
+        kinds=2,
+        near=8200,
+        short=137,
+        whole=1100,
+        crossing=16,
+        batch=1024,
+        alone=4,
+        layouts=2,
+        reruns=3,
+        memory=24 << 20,
+    ),
+    Level.FULL: Scale(
+        kinds=3,
+        near=8200,
+        short=300,
+        whole=4200,
+        crossing=40,
+        batch=1024,
+        alone=6,
+        layouts=3,
+        reruns=4,
+        memory=256 << 20,
+    ),
 }
 
 
