@@ -28,6 +28,12 @@ def killed_after(folder: Path, seconds: float) -> bool:
         return process.stdout.read() == ""
 
 
+@pytest.fixture(autouse=True)
+def no_confirmation_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the searcher: it would depend on the clock, of which a kill takes some."""
+    monkeypatch.setattr(loop, "CONFIRMING_SHARE", 0.0)
+
+
 def survives(tmp_path: Path, kills: int, seed: int) -> None:
     calm = FakeAudits()
     with new_study(tmp_path / "calm", calm, audits=AUDITS) as study:

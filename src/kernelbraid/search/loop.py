@@ -207,7 +207,7 @@ class _Search:
     def _affordable(self) -> int:
         """How many candidates the next job may hold: at least one."""
         each, left = self._pace(), self._study.budget.seconds_left
-        by_time = math.inf if each == 0 else left // each
+        by_time = left / each if each > 0 else math.inf
         return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
 
     def _pace(self) -> float:
