@@ -22,10 +22,10 @@ lint: venv
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -q -m "not slow"
+	$(BIN)/pytest -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest
 
 bench: venv
 	$(BIN)/kernelbraid bench attention --grid all
