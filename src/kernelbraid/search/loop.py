@@ -23,6 +23,8 @@ from kernelbraid.search.study import Study
 
 BATCH = 4
 """Candidates in one job: they share its inputs, and are built two at a time."""
+CAUTION = 1.2
+"""Audits take different times; so many times the seconds seen are set aside."""
 FULL_OVER_SCREEN = 4.0
 """Seconds of a full audit over those of a screen, until one was seen."""
 CONFIRMING_SHARE = 1 / 3
@@ -211,8 +213,9 @@ class _Search:
         return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
 
     def _pace(self) -> float:
-        """Seconds that a screen takes here: of the last job, or by the stages of recorded audits."""
-        return self._last_pace or audits.expected_seconds(self._study, Level.SCREEN) or 0.0
+        """Seconds to allow for a screen: by the last job, or by the stages of recorded audits."""
+        seen = self._last_pace or audits.expected_seconds(self._study, Level.SCREEN) or 0.0
+        return CAUTION * seen
 
     # Audit
 
