@@ -27,7 +27,7 @@ EXP2_DEGREE = 6
 ROWS = 6
 TILE_ROWS = 192
 TASKS = 16
-ALONE_BELOW = 4000
+THREAD_COST = 8000
 
 KNOBS = {
     "CHUNK": ("numeric", (256, 512, 1024, 2048, 4096)),
@@ -36,7 +36,7 @@ KNOBS = {
     "ROWS": ("schedule", (2, 4, 6)),
     "TILE_ROWS": ("schedule", (48, 96, 192, 384)),
     "TASKS": ("schedule", (1, 4, 8, 16, 32, 64)),
-    "ALONE_BELOW": ("schedule", (0, 1000, 4000, 16000)),
+    "THREAD_COST": ("schedule", (1000, 4000, 8000, 16000, 64000)),
 }
 
 EXP2 = {
@@ -456,15 +456,15 @@ def attend(inputs, work, out, lse):
                 for i in range(size):
                     emit_merge((address(state[i]), address(total[i]), columns))
         if partial >= 0:
-            # The thread that computes the last chunk of these rows merges them all.
+            # The thread that computes the last chunk of these rows merges and stores them all.
             chunks = (sees[size - 1] + CHUNK - 1) // CHUNK
-            if fetch_add(address(counters) + 16 + 8 * split) < chunks - 1:
-                continue
+            size = size if fetch_add(address(counters) + 24 + 8 * split) == chunks - 1 else 0
             for i in range(size):
                 for c in range(chunks):
                     emit_merge((address(partials[partial + c * size + i]), address(total[i]), columns))
         for i in range(size):
             emit_results((address(total[i]), columns, tables[OUT_AT, i], tables[LSE_AT, i]))
+        fetch_add(address(counters) + 16)
 
 
 @entry
@@ -541,18 +541,18 @@ def run(q, k, v, table, slots, cu, lengths, load, scale, out, lse):
     (_, query_heads, columns), kv_heads, words = q.shape, k.shape[2], COLUMNS // 4 + q.shape[2]
     assert columns % TILE == 0, f"head_dim must be a multiple of {TILE}"
     axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(lengths), **load}
-    sizes = (
-        kv_heads,
-        query_heads // kv_heads,
-        *schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}).values(),
+    heads, chosen = (
+        (kv_heads, query_heads // kv_heads),
+        schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}),
     )
-    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, *sizes)
+    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, *heads, *chosen.values())
     processors = len(os.sched_getaffinity(0))
-    threads = min(processors, len(tasks)) if costs.sum() >= ALONE_BELOW else 1
+    threads = max(1, min(processors, len(tasks), costs.sum() * columns // TILE // THREAD_COST))
     scratches = np.zeros((threads, WIDTH * (ROWS + columns) + 2 * largest * words + 2 * LANES), np.float32)
     partials = np.empty((partial_rows, words), np.float32)
+    counters = np.zeros(3 + split, np.int64)  # tasks taken, scratches taken, tasks done; chunks done by tile
     inputs = (q, k, v, table, slots, cu, lengths, np.float32(float(scale) * math.log2(math.e)))
-    work = (tasks, np.argsort(-costs), np.zeros(2 + split, np.int64), scratches, partials, DENORMAL_PROBE)
+    work = (tasks, np.argsort(-costs), counters, scratches, partials, DENORMAL_PROBE)
     operands = (inputs, work, out, np.empty((0, 0), np.float32) if lse is None else lse)
     kernel = compiled(attend)
     with _lock:
@@ -560,7 +560,8 @@ def run(q, k, v, table, slots, cu, lengths, load, scale, out, lse):
             _pools.clear()
             _pools[os.getpid()] = ThreadPoolExecutor(processors)
     helping = [_pools[os.getpid()].submit(kernel, *operands) for _ in range(1, threads)]
-    if not all([kernel(*operands), *(each.result() for each in helping)]):
+    # A helper that comes too late finds nothing to do and need not be waited for.
+    if not kernel(*operands) or (counters[2] < len(tasks) and not all([each.result() for each in helping])):
         raise RuntimeError("a thread flushes denormal numbers, which changes bits: turn that mode off")
 
 
@@ -575,10 +576,8 @@ def paged_attention(
     q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k,
     max_seqlen_q, max_seqlen_k, softmax_scale, out, lse,
 ):  # fmt: skip
-    slots, load = (
-        np.zeros(len(seqlens_k), np.int32),
-        {"query_length": max_seqlen_q, "key_length": max_seqlen_k},
-    )
+    slots = np.zeros(len(seqlens_k), np.int32)
+    load = {"query_length": max_seqlen_q, "key_length": max_seqlen_k}
     run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, load, softmax_scale, out, lse)
 
 
