@@ -5,7 +5,10 @@ anywhere, it goes on where it was.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -95,13 +98,33 @@ def run(
         RuntimeError: another process searches it, or its root is not a valid implementation.
     """
     study.require_current()
-    with study.store.controller_lock(), study.budget.spending(SEARCH):
-        search = _Search(study, proposer, progress, should_stop, run_job)
+    with study.store.controller_lock(), study.budget.spending(SEARCH), _interrupts() as interrupted:
+        search = _Search(study, proposer, progress, lambda: interrupted() or should_stop(), run_job)
         try:
             return search.run()
         except KeyboardInterrupt:
             search.tell("interrupted", "", "stopped; finished audits are recorded, the rest stays pending")
             return Ending.INTERRUPTED
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Remember a keyboard interrupt: one raised inside a finaliser or a callback would be lost."""
+    seen = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield seen.is_set
+        return
+
+    def notice(number: int, frame: object) -> None:
+        seen.set()
+        before(number, frame)  # type: ignore[arg-type]
+
+    signal.signal(signal.SIGINT, notice)
+    try:
+        yield seen.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Search:
