@@ -13,6 +13,7 @@ import math
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 from llvmlite import ir
@@ -343,11 +344,11 @@ def compiled(kernel):
 
 
 def pool():
-    """The thread pool of this process: a forked child makes its own."""
+    """This process's threads beside the caller's own: a forked child makes its own."""
     with lock:
         if os.getpid() not in pools:
             pools.clear()
-            pools[os.getpid()] = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+            pools[os.getpid()] = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1))
         return pools[os.getpid()]
 
 
@@ -369,7 +370,9 @@ def run(q, k_cache, v_cache, table, offsets, cu, lengths, scale, out, lse):
             ends = np.searchsorted(np.cumsum(costs), costs.sum() * np.arange(1, threads) / threads).tolist()
         else:
             ends = [len(tasks) * n // threads for n in range(1, threads)]
-        intact = all(list(pool().map(part, [0, *ends], [*ends, len(tasks)])))
+        bounds = [0, *ends, len(tasks)]
+        others = [pool().submit(part, *between) for between in pairwise(bounds[1:])]
+        intact = all([part(*bounds[:2]), *(other.result() for other in others)])
     if not intact:
         raise RuntimeError("a thread flushes denormal numbers, which changes bits: turn that mode off")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,8 +104,8 @@ def test_the_root_is_verified_and_timed() -> None:
         "tripwires",
         "build",
         "smoke",
-        "inputs",
         "screen",
+        "inputs",
         "timing",
     ]
     assert dict(found.numerics) == {"block": 16}
@@ -415,6 +416,47 @@ def test_what_progress_raises_ends_the_job() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         audits(job(toy.root()), progress=stop)
+
+
+def test_candidates_are_prepared_together_and_their_news_comes_from_the_judges_thread() -> None:
+    threads, stages = set(), []
+
+    def progress(event: jobs.Event) -> None:
+        threads.add(threading.current_thread())
+        stages.append((event.candidate, event.stage))
+
+    asked = job(toy.variant(SAME_BITS), toy.variant(("TILE = 4", "TILE = 1")))
+    with Judge(asked, toy.SUMS, rule=RULE, progress=progress) as judge:
+        judge.prepare(asked.candidates)
+        first, second = (c.source.short for c in asked.candidates)
+        assert {(first, "screen"), (second, "screen")} <= set(stages)
+        assert not any(stage == "timing" for _, stage in stages)
+        found = [judge.audit(candidate) for candidate in asked.candidates]
+    assert [each.status for each in found] == [Status.VERIFIED] * 2
+    assert threads == {threading.current_thread()}
+
+
+def test_an_interrupt_while_two_are_prepared_leaves_no_process() -> None:
+    def stop(event: jobs.Event) -> None:
+        if event.stage == "screen":
+            raise KeyboardInterrupt
+
+    asked = job(toy.variant(SAME_BITS), toy.variant(("TILE = 4", "TILE = 1")))
+    with pytest.raises(KeyboardInterrupt), Judge(asked, toy.SUMS, progress=stop) as judge:
+        judge.prepare(asked.candidates)
+    assert not [each for each in psutil.Process().children(recursive=True) if each.status() != "zombie"]
+
+
+def test_a_candidate_behind_the_one_to_beat_is_timed_once() -> None:
+    (found,) = audits(job(toy.variant(SAME_BITS), to_beat=0.2), rule=Sequential())
+    assert found.status == Status.STOPPED and "another candidate needs 0.2000" in found.reason
+    assert {len(m.candidate_ms) for m in found.measurements} == {1}
+
+
+@pytest.mark.parametrize("to_beat", [0.0, -1.0, 1.5, float("nan")])
+def test_what_is_to_be_beaten_is_a_share(to_beat: float) -> None:
+    with pytest.raises(ValueError, match="to_beat"):
+        job(toy.root(), to_beat=to_beat)
 
 
 def test_a_root_that_does_not_run_is_the_jobs_fault() -> None:

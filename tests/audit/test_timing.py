@@ -89,6 +89,22 @@ def test_steps(ratios: tuple[float, ...], step: Step) -> None:
     assert Sequential().after(ratios, (1.0,) * len(ratios)) == step
 
 
+@pytest.mark.parametrize(
+    ("ratios", "step"),
+    [
+        ((0.49,), Step.CONTINUE),
+        ((0.52,), Step.HOPELESS),
+        ((0.505, 0.505), Step.HOPELESS),
+        ((0.49, 0.50), Step.CONTINUE),
+        ((0.49, 0.50, 0.495), Step.PROVEN),
+        ((0.49, 0.50, 0.7), Step.UNDECIDED),
+        ((0.40, 0.50, 0.59), Step.CONTINUE),
+    ],
+)
+def test_a_candidate_behind_another_one_is_timed_no_further(ratios: tuple[float, ...], step: Step) -> None:
+    assert Sequential().after(ratios, (1.0,) * len(ratios), to_beat=0.5) == step
+
+
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
 

@@ -1,7 +1,9 @@
 """What follows an audit: which candidate is confirmed first, and which stay branch points."""
 
+import math
 from pathlib import Path
 
+import pytest
 from tests.search.fake_audit import ROOT, FakeAudits, Settings, new_study, settings_of
 
 from kernelbraid.contract import KnobValue
@@ -39,6 +41,16 @@ def test_the_fastest_candidate_is_confirmed_first(tmp_path: Path) -> None:
     with new_study(tmp_path / "s", fake) as study:
         screened(study, fake, {"VALUES": "keys_by_4"}, {"PARTITION": "cost"}, {"KEY_BLOCK": 128})
         assert waiting(study) == [{"KEY_BLOCK": 128}, {"PARTITION": "cost"}, {"VALUES": "keys_by_4"}]
+
+
+def test_a_job_names_what_the_fastest_waiting_candidate_needs(tmp_path: Path) -> None:
+    fake = gains(VALUES__keys_by_4=-0.2, PARTITION__cost=-0.3)
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"EXP2_DEGREE": 4})
+        screened(study, fake, {"VALUES": "keys_by_4"}, {"PARTITION": "cost"})
+        screened(study, fake, {"KEY_BLOCK": 128})
+        assert fake.ran[0].to_beat == 1.0
+        assert fake.ran[-1].to_beat == pytest.approx(math.exp(-0.3), rel=0.02)
 
 
 def test_among_equally_fast_ones_the_incumbents_bits_are_kept(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Confined:
     def __init__(self, program: str, folder: Path, environment: Mapping[str, str], limits: Limits) -> None:
         self.limits = limits
         self.dead = False
+        self._ending = threading.Lock()
         self.shared_bytes = 0
         """Size of the shared buffers it maps, which its memory limit does not count."""
         self.elapsed = 0.0
@@ -298,9 +300,10 @@ class Confined:
 
     def kill(self) -> None:
         """End the process and everything below it. Harmless when it is dead."""
-        if self.dead or os.getpid() != self._judge:
-            return
-        self.dead = True
+        with self._ending:
+            if self.dead or os.getpid() != self._judge:
+                return
+            self.dead = True
         self._expected = None
         if self._process.returncode is None:
             end_tree(self.pid)

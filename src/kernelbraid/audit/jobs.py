@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from kernelbraid import ops
-from kernelbraid.audit.judge import BUILT_TOGETHER, Judge
+from kernelbraid.audit.judge import PREPARED_TOGETHER, Judge
 from kernelbraid.audit.orders import (
     AuditJob,
     Candidate,
@@ -88,11 +88,11 @@ def run_job(
         if not waiting:
             return results
         with Judge(job, operator, progress=progress, limits=limits) as judge:
-            for first in range(0, len(waiting), BUILT_TOGETHER):
-                together = waiting[first : first + BUILT_TOGETHER]
+            for first in range(0, len(waiting), PREPARED_TOGETHER):
+                together = waiting[first : first + PREPARED_TOGETHER]
                 if deadline is not None and time.monotonic() > deadline:
                     break
-                judge.prepare(together)
+                judge.prepare(together, deadline)
                 for candidate in together:
                     evidence = judge.audit(candidate, deadline)
                     if evidence.status is Status.INTERRUPTED:

@@ -3,16 +3,21 @@
     tripwires -> build -> smoke -> screen -> timing -> full
 
 One judge serves one job. What candidates share it makes once: the root's process, the timed inputs, the
-machine's rates.
+machine's rates. Up to the screen nothing is timed, so candidates are prepared two at a time; timing has the
+machine to itself.
 """
 
+import contextlib
+import queue
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,8 +53,27 @@ from kernelbraid.ir.evidence import AuditEvidence, Level, Status
 from kernelbraid.ops.installed import home
 from kernelbraid.ops.problem import Operator
 
-BUILT_TOGETHER = 2
-"""Candidates that are built at the same time, while nothing is timed."""
+PREPARED_TOGETHER = 2
+"""Candidates that are built and checked at the same time, while nothing is timed."""
+EVENT_SECONDS = 0.05
+"""How long the judge waits for news of those before it looks whether they are done."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A candidate that is being taken through the stages in which nothing is timed."""
+
+    candidate: Candidate
+    found: Findings
+    main: Worker | None = None
+    """The process of its checks; None where a tripwire ended the audit."""
+    fresh: Later | None = None
+    ended: Exception | None = None
+    """What ended its audit before timing, if anything did."""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return (self.main, self.fresh.worker) if self.main is not None and self.fresh is not None else ()
 
 
 class Judge:
@@ -90,10 +114,14 @@ class Judge:
         self._own_scratch = scratch is None
         self._scratch = scratch or Path(tempfile.mkdtemp(prefix="kernelbraid-"))
         self._compiled = compiled or home() / "compiled"
-        self._ahead: dict[str, tuple[Worker, Built | WorkerFailure, float]] = {}
-        self._root: Built | None = None
+        self._ahead: dict[str, Prepared] = {}
+        self._root: Future[Built] | None = None
+        self._root_lock = threading.Lock()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._thread = threading.current_thread()
         self._programs: tuple[TimedProgram, ...] = ()
         self._calls: dict[Workload, float] = {}
+        self._to_beat = job.to_beat
         self._workers: list[Worker] = []
         self.environment = environment.fingerprint(job.device)
         self._machine = Machine(
@@ -132,41 +160,107 @@ class Judge:
         self._workers = [each for each in self._workers if not each.dead] + [worker]
         return worker
 
-    def _build(self, worker: Worker) -> tuple[Built | WorkerFailure, float]:
-        start = time.perf_counter()
+    def _build(self, worker: Worker) -> Built:
         job, architecture = self.job, self.environment.architecture
-        try:
-            built = build(worker, self.operator, job.constant_axes, job.dtype, architecture)
-        except WorkerFailure as failure:
-            return failure, time.perf_counter() - start
-        return built, time.perf_counter() - start
+        return build(worker, self.operator, job.constant_axes, job.dtype, architecture)
 
-    def prepare(self, candidates: Sequence[Candidate]) -> None:
-        """Build several candidates, and the root at the first call, two at a time."""
-        workers = {} if self._root is not None else {"": self._start(self.job.root)}
-        for candidate in candidates:
-            if candidate.request not in self._ahead and not tripped(candidate.source):
-                self._tell("build", candidate, "building")
-                workers[candidate.request] = self._start(candidate.source)
-        with ThreadPoolExecutor(BUILT_TOGETHER) as threads:
-            building = threads.map(self._build, workers.values())
-            if self._root is None:
-                warm_reference(self.operator, self.job.constant_axes[0], self.job.dtype)
-            found = dict(zip(workers, building, strict=True))
-        for request, (built, seconds) in found.items():
-            if request:
-                self._ahead[request] = workers[request], built, seconds
-            elif isinstance(built, WorkerFailure) and all(
-                c.source.sha256 != self.job.root.sha256 for c in candidates
-            ):
-                raise RuntimeError(f"the root does not run: {built.reason}") from built
-            elif isinstance(built, Built):
-                self._root = built
+    def _built_root(self) -> Built:
+        """The root, built; waits for it."""
+        assert self._root is not None
+        try:
+            return self._root.result()
+        except WorkerFailure as failure:
+            raise RuntimeError(f"the root does not run: {failure.reason}") from failure
+
+    # ---- before timing
+
+    def prepare(self, candidates: Sequence[Candidate], deadline: float | None = None) -> None:
+        """Take several candidates up to the screen, two at a time; the root is built at the first call.
+
+        Args:
+            candidates: some of the job's.
+            deadline: as for `audit`.
+
+        Raises:
+            RuntimeError: the root does not run, so that nothing can be said of the candidates.
+        """
+        waiting = [c for c in candidates if c.request not in self._ahead]
+        if not waiting:
+            return
+        # All processes start here: each dies with the thread that starts it, and one that is not known yet
+        # when another answers would be taken for a stray.
+        root = None if self._root is not None else self._start(self.job.root)
+        for candidate in waiting:
+            self._ahead[candidate.request] = self._begun(candidate)
+        with ThreadPoolExecutor(PREPARED_TOGETHER) as threads:
+            if root is not None:
+                self._root = threads.submit(self._build, root)
+            running = [threads.submit(self._prepare, self._ahead[c.request], deadline) for c in waiting]
+            try:
+                if root is not None:
+                    warm_reference(self.operator, self.job.constant_axes[0], self.job.dtype)
+                self._tell_until_done(running)
+            except BaseException:
+                for worker in self._workers:
+                    worker.kill()  # so that no thread waits for it
+                raise
+        for each in running:
+            each.result()
+
+    def _begun(self, candidate: Candidate) -> Prepared:
+        """Start a candidate's processes, unless a tripwire ends its audit."""
+        prepared = Prepared(candidate, Findings(seed=secrets.randbits(31), started=time.time()))
+        with self._stage("tripwires", prepared):
+            prepared.ended = tripped(candidate.source)
+        if prepared.ended is None:
+            prepared.main = self._start(candidate.source)
+            prepared.fresh = Later(self._start(candidate.source))
+        return prepared
+
+    def _tell_until_done(self, running: Sequence[Future[None]]) -> None:
+        """Pass on what the threads tell, from the judge's own."""
+        while True:
+            done = all(each.done() for each in running)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._deliver(self._events.get(timeout=0 if done else EVENT_SECONDS))
+            if done:
+                return
+
+    def _prepare(self, prepared: Prepared, deadline: float | None) -> None:
+        if prepared.ended is None:
+            try:
+                self._untimed_stages(prepared, deadline)
+            except (Ended, WorkerFailure) as ended:
+                prepared.ended = ended
+
+    def _untimed_stages(self, prepared: Prepared, deadline: float | None) -> None:
+        candidate, found = prepared.candidate, prepared.found
+        assert prepared.main is not None and prepared.fresh is not None
+        with self._stage("build", prepared, deadline):
+            found.built = self._build(prepared.main)
+        self._require_bits(found.built)
+        with self._stage("smoke", prepared, deadline):
+            self._check(Level.SMOKE, prepared, deadline)
+        if candidate.level is Level.SMOKE:
+            found.specialisations = prepared.main.specialisations()
+            return
+        prepared.fresh.begin()
+        with self._stage("screen", prepared, deadline):
+            self._check(Level.SCREEN, prepared, deadline)
+
+    def _require_bits(self, built: Built) -> None:
+        """Under `pinned`, refuse other bits than the root's."""
+        root = self._built_root()
+        if self.job.policy is BitPolicy.PINNED and built.bits_ids != root.bits_ids:
+            declared = ", ".join(f"{name}={value}" for name, value in built.numerics.items())
+            reason = f"the study pins the root's bits {root.bits_id}, and {declared} gives {built.bits_id}"
+            raise Ended(Status.WRONG_BITS_ID, reason)
 
     # ---- one audit
 
     def audit(self, candidate: Candidate, deadline: float | None = None) -> AuditEvidence:
-        """Take one candidate through the stages of its level.
+        """Take one candidate through the stages of its level; those before timing may be behind it.
 
         Args:
             candidate: one of the job's.
@@ -175,115 +269,79 @@ class Judge:
         Raises:
             RuntimeError: the root or the incumbent fails, so that nothing can be said of the candidate.
         """
-        found = Findings(seed=secrets.randbits(31), started=time.time())
+        self.prepare([candidate], deadline)
+        prepared = self._ahead.pop(candidate.request)
+        found = prepared.found
         try:
-            self._stages(candidate, found, deadline)
+            if prepared.ended is not None:
+                raise prepared.ended
+            if candidate.level is not Level.SMOKE:
+                self._timed_stages(prepared, deadline)
         except Ended as ended:
             found.status, found.reason, found.output = ended.status, ended.reason, ended.output
         except WorkerFailure as failure:
             found.status, found.reason, found.output = failure.status, failure.reason, failure.output
         finally:
-            kept = self._root.worker if self._root is not None else None
-            for worker in self._workers:
-                if worker is not kept and worker not in [ahead for ahead, _, _ in self._ahead.values()]:
-                    worker.kill()
+            self._kill_all_but_root_and_prepared()
         evidence = found.evidence(self.job, candidate, self.environment)
         verdict = evidence.reason or evidence.status.value
         self._tell("done", candidate, verdict, 1.0, {"status": evidence.status.value})
         return evidence
 
-    def _stages(self, candidate: Candidate, found: Findings, deadline: float | None) -> None:
-        with self._stage("tripwires", candidate, found, deadline):
-            if (ended := tripped(candidate.source)) is not None:
-                raise ended
-        built = self._built(candidate, found)
-        fresh = Later(lambda: self._start(candidate.source))
-        hands = self._hands(built.worker, fresh)
-        with self._stage("smoke", candidate, found, deadline):
-            self._check(Level.SMOKE, candidate, found, hands, deadline)
-        if candidate.level is Level.SMOKE:
-            found.specialisations = built.worker.specialisations()
-            return
-        with self._stage("inputs", candidate, found, deadline):
+    def _kill_all_but_root_and_prepared(self) -> None:
+        kept = [worker for prepared in self._ahead.values() for worker in prepared.workers]
+        if self._root is not None and self._root.exception() is None:
+            kept.append(self._root.result().worker)
+        for worker in self._workers:
+            if worker not in kept:
+                worker.kill()
+
+    def _timed_stages(self, prepared: Prepared, deadline: float | None) -> None:
+        candidate, found = prepared.candidate, prepared.found
+        with self._stage("inputs", prepared, deadline):
             programs = self._timed_programs(candidate.level)
-        rounds, of = self._rounds(candidate, built, programs)
-        with rounds:
-            fresh.begin()
-            rounds.begin()  # all of them import while the screen leaves a core idle
-            with self._stage("screen", candidate, found, deadline):
-                self._check(Level.SCREEN, candidate, found, hands, deadline)
-            with self._stage("timing", candidate, found, deadline):
-                timing = self._time(candidate, found, rounds, programs, of, deadline)
+        rounds, of = self._rounds(prepared, programs)
+        with rounds, self._stage("timing", prepared, deadline):
+            timing = self._time(prepared, rounds, programs, of, deadline)
         if timing.step is Step.HOPELESS:
             found.status, found.reason = Status.STOPPED, timing.reason
         elif candidate.level is Level.FULL:
-            self._confirm(candidate, found, hands, timing, deadline)
+            self._confirm(prepared, timing, deadline)
 
-    def _confirm(
-        self,
-        candidate: Candidate,
-        found: Findings,
-        hands: Hands,
-        timing: Timing,
-        deadline: float | None,
-    ) -> None:
+    def _confirm(self, prepared: Prepared, timing: Timing, deadline: float | None) -> None:
         """The whole domain, unless the second timing refuses already what the domain is checked for."""
+        candidate, found = prepared.candidate, prepared.found
         challenger = candidate.source.sha256 != self.job.incumbent.sha256 or self.job.separate
         if challenger and timing.step is not Step.PROVEN:
             found.status, found.reason = Status.STOPPED, "the gain was not confirmed on fresh inputs"
             return
-        with self._stage("full", candidate, found, deadline):
-            self._check(Level.FULL, candidate, found, hands, deadline)
-            assert found.built is not None
-            found.specialisations = found.built.worker.specialisations()
+        with self._stage("full", prepared, deadline):
+            self._check(Level.FULL, prepared, deadline)
+            assert prepared.main is not None
+            found.specialisations = prepared.main.specialisations()
 
     @contextmanager
-    def _stage(
-        self, name: str, candidate: Candidate, found: Findings, deadline: float | None
-    ) -> Iterator[None]:
+    def _stage(self, name: str, prepared: Prepared, deadline: float | None = None) -> Iterator[None]:
         if deadline is not None and time.monotonic() > deadline:
             raise Ended(Status.INTERRUPTED, f"the time ended before {name}")
         if name != "inputs":
-            self._tell(name, candidate, name, 0.0)
+            self._tell(name, prepared.candidate, name, 0.0)
         start = time.perf_counter()
         try:
             yield
         finally:
-            found.seconds.append((name, round(time.perf_counter() - start, 4)))
+            prepared.found.seconds.append((name, round(time.perf_counter() - start, 4)))
 
-    def _built(self, candidate: Candidate, found: Findings) -> Built:
-        """Take what was built ahead, and look at what it declares."""
-        if candidate.request not in self._ahead or self._root is None:
-            self.prepare([candidate])
-        _, built, seconds = self._ahead.pop(candidate.request)
-        found.seconds.append(("build", round(seconds, 4)))
-        if isinstance(built, WorkerFailure):
-            raise built
-        found.built = built
-        if self._root is None:
-            raise RuntimeError("the root does not run, though the same source just did")
-        if self.job.policy is BitPolicy.PINNED and built.bits_ids != self._root.bits_ids:
-            declared = ", ".join(f"{name}={value}" for name, value in built.numerics.items())
-            reason = (
-                f"the study pins the root's bits {self._root.bits_id}, and {declared} gives {built.bits_id}"
-            )
-            raise Ended(Status.WRONG_BITS_ID, reason)
-        return built
-
-    def _hands(self, main: Worker, fresh: Later) -> Hands:
-        def root() -> Worker:
-            assert self._root is not None
-            return self._root.worker
-
-        workers: dict[Process, Callable[[], Worker]] = {"main": lambda: main, "fresh": fresh, "root": root}
-        return Hands(workers)
-
-    def _check(
-        self, level: Level, candidate: Candidate, found: Findings, hands: Hands, deadline: float | None
-    ) -> None:
+    def _check(self, level: Level, prepared: Prepared, deadline: float | None) -> None:
         """Check every requirement at one level, under each set of constant axes."""
-        built, root = found.built, self._root
-        assert built is not None and root is not None
+        found, built, root = prepared.found, prepared.found.built, self._built_root()
+        assert built is not None and prepared.fresh is not None
+        workers: dict[Process, Callable[[], Worker]] = {
+            "main": lambda: built.worker,
+            "fresh": prepared.fresh,
+            "root": lambda: root.worker,
+        }
+        hands = Hands(workers, self._root_lock)
         for axes, report, mine, roots in zip(
             self.job.constant_axes, built.reports, built.bits_ids, root.bits_ids, strict=True
         ):
@@ -292,21 +350,21 @@ class Judge:
             )
 
             def told(requirement: str, fraction: float) -> None:
-                self._tell(level.value, candidate, requirement, fraction)
+                self._tell(level.value, prepared.candidate, requirement, fraction)
 
             run_checks(self.operator, plan, hands, found.verdicts, deadline, told)
 
     # ---- timing
 
     def _rounds(
-        self, candidate: Candidate, built: Built, programs: tuple[TimedProgram, ...]
+        self, prepared: Prepared, programs: tuple[TimedProgram, ...]
     ) -> tuple[Rounds, dict[str, str]]:
-        assert self._root is not None
+        assert prepared.found.built is not None
         contenders, of = contenders_of(
-            (self.job.root, self.job.incumbent, candidate.source),
+            (self.job.root, self.job.incumbent, prepared.candidate.source),
             self.operator.entry_points,
             programs,
-            agrees=built.bits_ids == self._root.bits_ids,
+            agrees=prepared.found.built.bits_ids == self._built_root().bits_ids,
             separate=self.job.separate,
         )
         rounds = Rounds(
@@ -319,24 +377,29 @@ class Judge:
 
     def _time(
         self,
-        candidate: Candidate,
-        found: Findings,
+        prepared: Prepared,
         rounds: Rounds,
         programs: tuple[TimedProgram, ...],
         of: Mapping[str, str],
         deadline: float | None,
     ) -> Timing:
+        candidate, found = prepared.candidate, prepared.found
+
         def told(message: str, fraction: float, data: dict[str, float]) -> None:
             self._tell("timing", candidate, message, fraction, data)
 
         assert found.built is not None
+        rounds.begin()
         found.specialisations = warm_specialisations(found.built.worker, programs)
-        timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told)
+        to_beat = 1.0 if candidate.level is Level.FULL else self._to_beat
+        timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told, to_beat)
         if len(timing.rounds) >= self.rule.least:
             check_clocks(timing.rounds, of["candidate"], programs)
         check_twin(lambda: self._start(candidate.source), timing.rounds)
         check_plausible(self.operator, self._machine, programs, timing.rounds, of["candidate"])
         found.measurements = timing.measurements(programs, of)
+        if timing.step is Step.PROVEN:
+            self._to_beat = min(self._to_beat, timing.ratio)
         return timing
 
     def _timed_programs(self, level: Level) -> tuple[TimedProgram, ...]:
@@ -352,15 +415,15 @@ class Judge:
 
     def _call_seconds(self, workload: Workload) -> float:
         """The root's time for one call, roughly: it fixes the number of calls of a batch for everybody."""
-        assert self._root is not None
+        root = self._built_root().worker
         rng = np.random.default_rng(secrets.randbits(64))
         program = self.operator.timed(workload, rng, 1, 0, contiguous=False)
         try:
-            loaded = self._root.worker.load(program)
-            seconds = [self._root.worker.run(loaded) for _ in range(3)]
+            loaded = root.load(program)
+            seconds = [root.run(loaded) for _ in range(3)]
         except WorkerFailure as failure:
             raise RuntimeError(f"the root fails in {workload.name}: {failure.reason}") from failure
-        self._root.worker.drop(loaded)
+        root.drop(loaded)
         return min(seconds)
 
     def _tell(
@@ -371,5 +434,12 @@ class Judge:
         fraction: float | None = None,
         data: dict[str, Any] | None = None,
     ) -> None:
+        event = Event(stage, candidate.source.short, message, fraction, data or {})
+        if threading.current_thread() is self._thread:
+            self._deliver(event)
+        else:
+            self._events.put(event)
+
+    def _deliver(self, event: Event) -> None:
         if self._progress is not None:
-            self._progress(Event(stage, candidate.source.short, message, fraction, data or {}))
+            self._progress(event)

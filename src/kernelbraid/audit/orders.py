@@ -56,6 +56,9 @@ class AuditJob:
     candidates: tuple[Candidate, ...]
     separate: bool = False
     """Time every role in a process of its own even where sources are equal; otherwise they share one."""
+    to_beat: float = 1.0
+    """Share of the incumbent's aggregate latency that the best candidate before these needs: one above it
+    cannot be promoted next, and is timed no further than it takes to see that."""
 
     def __post_init__(self) -> None:
         requests = [candidate.request for candidate in self.candidates]
@@ -63,6 +66,8 @@ class AuditJob:
             raise ValueError("a job must not name a request twice")
         if not self.workloads or not self.constant_axes:
             raise ValueError("a job needs at least one workload and one set of constant axes")
+        if not 0 < self.to_beat <= 1:
+            raise ValueError(f"to_beat must lie above 0 and be at most 1, got {self.to_beat}")
         levels = list(Level)
         if any(levels.index(c.level) > levels.index(self.level) for c in self.candidates):
             raise ValueError(f"a candidate asks for more than the job's level {self.level}")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
 import numpy as np
 
@@ -154,25 +155,23 @@ def tripped(source: Source) -> Ended | None:
 
 
 class Later:
-    """A worker that may be begun before it is needed, to import meanwhile."""
+    """A process that may be told to import before it is needed."""
 
-    def __init__(self, start: Callable[[], Worker]) -> None:
-        self._start = start
-        self._worker: Worker | None = None
-        self._ready = False
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._begun = self._ready = False
 
     def begin(self) -> None:
-        if self._worker is None:
-            self._worker = self._start()
-            self._worker.begin_build()
+        if not self._begun:
+            self._begun = True
+            self.worker.begin_build()
 
     def __call__(self) -> Worker:
         self.begin()
-        assert self._worker is not None
         if not self._ready:
-            self._worker.finish()
+            self.worker.finish()
             self._ready = True
-        return self._worker
+        return self.worker
 
 
 class Hands:
@@ -180,19 +179,23 @@ class Hands:
 
     Args:
         workers: how to get each process; called at its first use.
+        root_lock: held while the root runs, where candidates that are checked at the same time share it.
     """
 
-    def __init__(self, workers: Mapping[Process, Callable[[], Worker]]) -> None:
+    def __init__(
+        self, workers: Mapping[Process, Callable[[], Worker]], root_lock: "Lock | None" = None
+    ) -> None:
         self._workers = workers
+        self._root_lock = root_lock or Lock()
 
     def run(self, program: Program, process: Process) -> Mapping[str, Array]:
-        worker = self._workers[process]()
-        try:
-            return worker.execute(program)
-        except WorkerFailure as failure:
-            if process == "root":
+        if process != "root":
+            return self._workers[process]().execute(program)
+        with self._root_lock:
+            try:
+                return self._workers["root"]().execute(program)
+            except WorkerFailure as failure:
                 raise RuntimeError(f"the root failed in a check: {failure.reason}") from failure
-            raise
 
 
 def run_checks(
@@ -248,6 +251,8 @@ class Timing:
     step: Step
     reason: str
     rounds: tuple[Round, ...]
+    ratio: float = math.inf
+    """The candidate's aggregate over the incumbent's."""
 
     def measurements(
         self, programs: Sequence[TimedProgram], of: Mapping[str, str]
@@ -279,6 +284,7 @@ def run_timing(
     allowed: Sequence[str],
     deadline: float | None,
     told: Callable[[str, float, dict[str, float]], None],
+    to_beat: float = 1.0,
 ) -> Timing:
     """Measure rounds until the rule has enough.
 
@@ -290,6 +296,7 @@ def run_timing(
         allowed: specialisations that the checks have seen; timing may launch no other.
         deadline: a time of `time.monotonic()` after which no round begins.
         told: progress.
+        to_beat: share of the incumbent's time that another candidate needs.
 
     Raises:
         Ended: the candidate failed, launched something new, or the time is over.
@@ -314,16 +321,17 @@ def run_timing(
             totals(weights, list(zip(*(r.ms[of[role]] for r in done), strict=True)))
             for role in ("candidate", "incumbent")
         )
-        step = rule.after(mine, theirs)
+        step = rule.after(mine, theirs, to_beat)
         ratio, upper, _ = bound(mine, theirs, rule.confidence)
         gain = smallest_gain(mine, theirs, rule.confidence)
         data = {"ratio": ratio, "upper": upper, "smallest_gain": gain}
         message = f"{len(done)} processes: {ratio:.4f} of the incumbent's time"
         told(message, len(done) / rule.most, {k: v for k, v in data.items() if math.isfinite(v)})
-    reason = (
-        f"{ratio:.4f} of the incumbent's time after {len(done)} processes" if step is Step.HOPELESS else ""
-    )
-    return Timing(step, reason, tuple(done))
+    reason = ""
+    if step is Step.HOPELESS:
+        reason = f"{ratio:.4f} of the incumbent's time after {len(done)} processes"
+        reason += f", where another candidate needs {to_beat:.4f}" if to_beat < 1 else ""
+    return Timing(step, reason, tuple(done), ratio)
 
 
 def _blamed(failed: ContenderFailure, of: Mapping[str, str]) -> Exception:

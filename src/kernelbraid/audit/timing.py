@@ -22,7 +22,7 @@ MOST_ROUNDS = 8
 TOO_SLOW = 4.0
 """A workload of which every batch of a round takes this many times the root's ends the timing."""
 HOPELESS = (1.02, 1.0)
-"""After one round, and after two: a larger ratio to the incumbent ends the timing."""
+"""After one round, and after two: a larger ratio to what is to be beaten ends the timing."""
 
 
 class Step(StrEnum):
@@ -32,7 +32,7 @@ class Step(StrEnum):
     PROVEN = "proven"
     """The promotion rule's bound holds."""
     HOPELESS = "hopeless"
-    """Stopped before the least number of rounds: a promotion is out of reach."""
+    """Stopped before the least number of rounds: a promotion is out of reach, or another one comes first."""
     UNDECIDED = "undecided"
     """Timed in full; the rest of the rounds could not prove a gain."""
 
@@ -52,16 +52,23 @@ class Sequential:
     hopeless: tuple[float, ...] = HOPELESS
     too_slow: float = TOO_SLOW
 
-    def after(self, candidate_ms: Sequence[float], incumbent_ms: Sequence[float]) -> Step:
-        """Decide from one aggregate a process of each side, in the order of measurement."""
+    def after(
+        self, candidate_ms: Sequence[float], incumbent_ms: Sequence[float], to_beat: float = 1.0
+    ) -> Step:
+        """Decide from one aggregate a process of each side, in the order of measurement.
+
+        A candidate above `to_beat`, a share of the incumbent's time, is behind another one: more rounds could
+        prove a gain that nobody would promote.
+        """
         rounds = len(candidate_ms)
         ratio, upper, _ = bound(candidate_ms, incumbent_ms, self.confidence)
         if rounds < self.least:
-            early = rounds <= len(self.hopeless) and ratio > self.hopeless[rounds - 1]
+            early = rounds <= len(self.hopeless) and ratio > self.hopeless[rounds - 1] * to_beat
             return Step.HOPELESS if early else Step.CONTINUE
         if upper < self.gain:
             return Step.PROVEN
-        if rounds >= self.most or self._at_best(candidate_ms, incumbent_ms) >= self.gain:
+        at_best = self._at_best(candidate_ms, incumbent_ms)
+        if rounds >= self.most or at_best >= self.gain or ratio > to_beat:
             return Step.UNDECIDED
         return Step.CONTINUE
 

@@ -15,6 +15,8 @@ from typing import Protocol
 from kernelbraid.audit import jobs
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.schema import AuditRequest, Usage
+from kernelbraid.search import lineage
+from kernelbraid.search.measured import aggregate
 from kernelbraid.search.study import Study
 
 
@@ -62,7 +64,14 @@ def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
             jobs.Candidate(request=each.id, source=store.source(each.implementation), level=each.level)
             for each in requests
         ),
+        to_beat=_to_beat(study),
     )
+
+
+def _to_beat(study: Study) -> float:
+    """The share of the incumbent's time that the fastest candidate that waits for its full audit needs."""
+    waiting = [each.screen for each in lineage.awaiting(study) if each.screen is not None]
+    return min((aggregate(evidence).ratio for evidence in waiting), default=1.0)
 
 
 def run(

@@ -25,13 +25,15 @@ from kernelbraid.search.standings import Standing
 from kernelbraid.search.study import Study
 
 BATCH = 4
-"""Candidates in one job: they share its inputs, and are built two at a time."""
+"""Candidates in one job: they share its inputs, and are prepared two at a time."""
 CAUTION = 1.2
 """Audits take different times; so many times the seconds seen are set aside."""
-FULL_OVER_SCREEN = 4.0
+FULL_OVER_SCREEN = 2.0
 """Seconds of a full audit over those of a screen, until one was seen."""
-CONFIRMING_SHARE = 1 / 3
+CONFIRMING_SHARE = 1 / 8
 """Part of the searching time that full audits may take before the end of a search."""
+WORTH_CONFIRMING = 5.0
+"""Times its own length that must be left after it: a new incumbent pays by what is searched beside it."""
 CLOSING_SECONDS = 900.0
 """Limit of the full audit that closes a search, beyond the time to search."""
 MOST_CLOSINGS = 3
@@ -329,7 +331,8 @@ class _Search:
         cost = audits.expected_seconds(self._study, Level.FULL) or FULL_OVER_SCREEN * self._pace()
         spent = math.fsum(_full_taken(each) for each in self._study.standings().values())
         budget = self._study.budget
-        early = spent + cost <= CONFIRMING_SHARE * budget.seconds and budget.seconds_left >= 3 * cost
+        affordable = spent + cost <= CONFIRMING_SHARE * budget.seconds
+        early = affordable and budget.seconds_left >= WORTH_CONFIRMING * cost
         return self._full(waiting[0]) if early else []
 
     def _begun(self, waiting: list[Standing]) -> list[AuditRequest]:

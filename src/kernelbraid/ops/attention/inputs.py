@@ -15,7 +15,7 @@ Integers = npt.NDArray[np.int32]
 
 LARGEST_LENGTH = 131072
 LARGEST_BATCH = 1024
-DRAWN_PERIOD = (1 << 22) - 3
+DRAWN_PERIOD = (1 << 20) - 3
 """Larger arrays repeat this many drawn numbers; odd, so that no two pages hold the same."""
 POISON_PERIOD = (1 << 14) - 3
 CAPTURED_LAYERS = 3
