@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from kernelbraid.audit import environment
 from kernelbraid.contract import Source
 from kernelbraid.ops import installed
 
@@ -123,7 +122,3 @@ def test_load_of_a_broken_source_leaves_nothing():
 def test_home_is_the_users_data_folder_by_default(monkeypatch):
     monkeypatch.delenv("KERNELBRAID_HOME")
     assert installed.home().name == "kernelbraid"
-
-
-def test_device_is_the_one_that_audits_name():
-    assert installed.cpu_model() == environment.cpu_model()

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kernelbraid.audit.peak import fma_rate
 from kernelbraid.ir.evidence import Environment
+from kernelbraid.ops.installed import cpu_model
 
 PACKAGES = ("numpy", "numba", "llvmlite", "torch", "triton")
 """Packages whose version belongs to the fingerprint where they are installed."""
@@ -25,7 +27,6 @@ COLD_CACHES = 4
 FIRST_SECONDS, AGAIN_SECONDS = 0.12, 1.0
 """Seconds of tries for each rate: at first, and before a time is called impossible."""
 
-_MATRIX = 512
 _PIECE = 16 << 20
 
 
@@ -96,16 +97,6 @@ def versions() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def cpu_model() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
 def cache_bytes() -> int:
     """Bytes of last-level cache that the cores of this process's affinity can use together."""
     caches: dict[tuple[int, str], int] = {}
@@ -128,7 +119,7 @@ def _bytes(text: str) -> int:
 
 
 def measured_rates(*, again: bool = False) -> tuple[float, float]:
-    """Operations a second (fp32 matrix product) and bytes a second (reading) of all cores.
+    """Operations a second (float32 multiply-adds in registers) and bytes a second (reading) of all cores.
 
     The best of every try of this process, tries being short: other load only makes a machine look slower than
     it is, and rarely does so for every millisecond.
@@ -138,10 +129,7 @@ def measured_rates(*, again: bool = False) -> tuple[float, float]:
     """
     if again or not _rates:
         seconds = AGAIN_SECONDS if again else FIRST_SECONDS
-        rng = np.random.default_rng(0)
-        matrix = rng.standard_normal((_MATRIX, _MATRIX), np.float32)
-        flops = 2.0 * _MATRIX**3 / _fastest(lambda _: matrix @ matrix, seconds)
-        _rates.append((flops, _reading_rate(seconds)))
+        _rates.append((fma_rate(seconds), _reading_rate(seconds)))
     return max(flops for flops, _ in _rates), max(bandwidth for _, bandwidth in _rates)
 
 
