@@ -44,7 +44,7 @@ def _burst() -> tuple[Any, int]:
 
     @njit(nogil=True)
     def run(rounds: int) -> float:
-        return burst(rounds)
+        return burst(rounds)  # type: ignore[call-arg]
 
     run(1)
     return run, 2 * lanes * CHAINS
