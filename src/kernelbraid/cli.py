@@ -183,7 +183,7 @@ def bench(
     from kernelbraid.audit import bench as benchmark
     from kernelbraid.report import table
 
-    document = benchmark.bench(ops.get(operator), grid, device=device, longest=longest, progress=say)
+    document = benchmark.bench(ops.get(operator, device), grid, longest=longest, progress=say)
     if write is not None:
         say(f"wrote {benchmark.write(document, write)}")
     if as_json:
@@ -216,10 +216,9 @@ def selftest(
     from kernelbraid.search.study import read_source
 
     document = test.selftest(
-        ops.get(operator),
+        ops.get(operator, device),
         _promotable,
         honest=read_source(root) if root else None,
-        device=device,
         trials=trials,
         fixtures=fixtures.named(only) if only else fixtures.FIXTURES,
         progress=say,

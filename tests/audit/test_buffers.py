@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from kernelbraid.audit.buffers import ALIGNMENT, Arena, Poison, integers
+from kernelbraid.audit.buffers import ALIGNMENT, Arena, Poison
+from kernelbraid.ops.formats import bits_type
 
 SHAPES = {
     "a": ((3, 5), "float32"),
@@ -88,7 +89,7 @@ def test_poison_of_other_types_and_shapes() -> None:
 
 
 def test_bits_have_an_integer_of_their_width() -> None:
-    assert [integers(np.dtype(d)).name for d in ("f2", "f4", "f8", "i4")] == [
+    assert [bits_type(np.dtype(d)).name for d in ("f2", "f4", "f8", "i4")] == [
         "uint16",
         "uint32",
         "uint64",

@@ -1,5 +1,6 @@
 """Verification in real processes, certificates of this machine, and committed evidence."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -40,11 +41,10 @@ def small(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 def report(**changes: Any) -> verify.Report:
     """What a verification of the shipped source that held everything would say."""
-    source = ops.source(ATTENTION, "cpu")
+    source = ops.source(ATTENTION)
     held = tuple(Verdict(r.id, True, 3, 100) for r in ATTENTION.contract.requirements)
     made = verify.Report(
         operator=ATTENTION,
-        backend="cpu",
         source=source,
         against=None,
         level=Level.FULL,
@@ -118,9 +118,9 @@ def test_an_implementation_that_does_not_build_is_one_clear_error() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="cuda"):
-        verify.verify(ATTENTION, backend="cuda")
+        verify.verify(dataclasses.replace(ATTENTION, backend="cuda"))
     with pytest.raises(ValueError, match="device must be cpu or cuda"):
-        verify.verify(ATTENTION, backend="tpu")
+        verify.verify(dataclasses.replace(ATTENTION, backend="tpu"))
 
 
 def test_scopes_are_those_of_the_workloads_and_the_stated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +136,11 @@ def test_scopes_are_those_of_the_workloads_and_the_stated_ones(monkeypatch: pyte
 
 
 def test_the_source_in_use_is_the_installed_winner() -> None:
-    assert verify.in_use(ATTENTION, "cpu") == ops.source(ATTENTION, "cpu")
+    assert verify.in_use(ATTENTION) == ops.source(ATTENTION)
     winner = Source("# mine\n")
     device = installed.cpu_model()
     installed.install("attention", winner, architecture="cpu", device=device, contract="c", record={})
-    assert verify.in_use(ATTENTION, "cpu").sha256 == winner.sha256
+    assert verify.in_use(ATTENTION).sha256 == winner.sha256
 
 
 def test_the_second_implementation_of_a_checkout_is_a_root() -> None:
@@ -209,7 +209,7 @@ def evidence(tmp_path: Path) -> Path:
         "operator": "attention",
         "contract": ATTENTION.contract.hash,
         "environment": {"architecture": "cpu"},
-        "rows": [{"implementation": ops.source(ATTENTION, "cpu").sha256, "verified": True}],
+        "rows": [{"implementation": ops.source(ATTENTION).sha256, "verified": True}],
     }
     (folder / "cpu" / "attention.bench.json").write_text(json.dumps(document))
     return folder

@@ -182,7 +182,8 @@ def workload(phase: Regime, batch: int, length: int, width: int = 4, weight: flo
 SUMS = Operator(
     name="sums",
     contract=CONTRACT,
-    backends={"cpu": ("cpu.py",)},
+    backend="cpu",
+    files=("cpu.py",),
     entry_points=("scaled_sums",),
     regimes=FORWARD,
     grids={"study": (workload("prefill", 2, 64, weight=1.0), workload("decode", 8, 100, weight=10.0))},

@@ -374,5 +374,5 @@ def test_winner_of_another_contract_is_refused(fresh_choice):
 def test_shipped_source_is_what_is_called(fresh_choice):
     assert api._cpu_implementation().__name__ == "kernelbraid.ops.attention.cpu"
     assert (
-        ops.source(ops.get("attention"), "cpu").text == Path(api._cpu_implementation().__file__).read_text()
+        ops.source(ops.get("attention")).text == Path(api._cpu_implementation().__file__).read_text()
     )

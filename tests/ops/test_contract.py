@@ -185,10 +185,10 @@ def test_get_names_the_operators():
 
 
 def test_sources_are_shipped_and_hashed():
-    assert ops.source(ATTENTION, "cpu").label == "attention/cpu.py"
-    assert "def paged_attention" in ops.source(ATTENTION, "cpu").text
-    assert "torch" in ops.source(ATTENTION, "cpu", ATTENTION.peer_file).text
+    assert ops.source(ATTENTION).label == "attention/cpu.py"
+    assert "def paged_attention" in ops.source(ATTENTION).text
+    assert "torch" in ops.source(ATTENTION, ATTENTION.peer_file).text
     with pytest.raises(ValueError, match="no backend 'cuda'"):
-        ops.source(ATTENTION, "cuda")
+        ops.get("attention", "cuda")
     with pytest.raises(ValueError, match=r"gpu\.py"):
-        ops.source(ATTENTION, "cpu", "gpu.py")
+        ops.source(ATTENTION, "gpu.py")

@@ -36,7 +36,6 @@ def bench(
     operator: Operator,
     grid: str = "all",
     *,
-    device: str = "cpu",
     protocols: Sequence[Protocol] = PROTOCOLS,
     longest: float = LONGEST_SECONDS,
     progress: Callable[[str], None] = lambda _: None,
@@ -46,7 +45,6 @@ def bench(
     Args:
         operator: what to measure.
         grid: name of one of the operator's grids, or `all`.
-        device: `cpu` or `cuda`.
         protocols: `warm` (one call's buffers, again and again), `cold` (caches swept, distinct calls).
         longest: leave out workloads of which one call must take longer than so many seconds on this machine.
         progress: told of each step in a few words.
@@ -55,12 +53,12 @@ def bench(
         A JSON-able document: `environment`, `commit`, `rows`, and `skipped` with the reason.
 
     Raises:
-        ValueError: no such grid or device.
+        ValueError: no such grid, or its device is not there.
         RuntimeError: a contender's process failed, or a timed call gave other bits than another process.
     """
     grids = _grids(operator, grid)
-    source = ops.source(operator, device)
-    environment = fingerprint(device)
+    source = ops.source(operator)
+    environment = fingerprint(operator.backend)
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kernelbraid-bench-") as scratch:

@@ -59,7 +59,7 @@ class SideBySide:
         self.sources = dict(sources)
         self.machine = Machine(environment.cache_bytes, environment.flops, environment.bandwidth)
         self.confirm = confirm
-        self._peer_file = ops.source(operator, environment.architecture, operator.peer_file)
+        self._peer_file = ops.source(operator, operator.peer_file)
         self._sweep = Sweep(environment.cache_bytes)
         self._scratch = scratch
 

@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from kernelbraid.ops.formats import bits_type, information, is_float
 from kernelbraid.ops.problem import Array
 
 ALIGNMENT = 64
@@ -105,7 +106,7 @@ class Arena:
 
 def specified(contents: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of arrays."""
-    return {name: (array.shape, array.dtype.str) for name, array in contents.items()}
+    return {name: (array.shape, array.dtype.name) for name, array in contents.items()}
 
 
 def size_of(specifications: Specifications) -> int:
@@ -132,10 +133,10 @@ class Poison:
         """Overwrite a contiguous array."""
         if array.size == 0:
             return
-        bits = self._bits.view(integers(array.dtype))
-        if array.dtype.kind == "f":
-            information = np.finfo(array.dtype)  # type: ignore[type-var]
-            exponent = ((1 << information.iexp) - 1) << information.nmant
+        bits = self._bits.view(bits_type(array.dtype))
+        if is_float(array.dtype):
+            found = information(array.dtype)
+            exponent = ((1 << (found.bits - 1 - found.nmant)) - 1) << found.nmant
             bits = bits | bits.dtype.type(exponent) | bits.dtype.type(1)
         flat = array.reshape(-1).view(bits.dtype)
         assert np.shares_memory(flat, array), "poison writes in place: the array must be contiguous"
@@ -144,8 +145,3 @@ class Poison:
         whole = (flat.size - head) // bits.size * bits.size
         flat[head : head + whole].reshape(-1, bits.size)[...] = bits
         flat[head + whole :] = bits[: flat.size - head - whole]
-
-
-def integers(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
-    """The unsigned integer type as wide as `dtype`: bits are compared in it."""
-    return np.dtype(f"u{dtype.itemsize}")

@@ -27,8 +27,7 @@ def certificate(report: Report) -> Certificate:
         raise ValueError(f"{failed} does not hold: no certificate")
     if report.level is not Level.FULL:
         raise ValueError(f"a certificate needs a full verification, not a {report.level}")
-    files = report.operator.backends[report.backend]
-    shipped = {ops.source(report.operator, report.backend, file).sha256: file for file in files}
+    shipped = {ops.source(report.operator, file).sha256: file for file in report.operator.files}
     return Certificate(
         operator=report.operator.name,
         contract=contract.hash,
@@ -51,15 +50,15 @@ def certificate_path(operator: str, architecture: str, device: str) -> Path:
 
 
 def certify_local(
-    operator: Operator, *, backend: str = "cpu", progress: Progress = lambda _, __: None
+    operator: Operator, *, progress: Progress = lambda _, __: None
 ) -> tuple[Report, Path]:
     """Verify the implementation in use and write a certificate for this machine into the user's data folder.
 
     Raises:
-        ValueError: no such backend or device, or a requirement does not hold.
+        ValueError: its device is not there, or a requirement does not hold.
         RuntimeError: the implementation does not run, or the folder cannot be written.
     """
-    report = verify(operator, backend=backend, progress=progress)
+    report = verify(operator, progress=progress)
     return report, write_local(report)
 
 
@@ -78,15 +77,15 @@ def write_local(report: Report) -> Path:
     return path
 
 
-def local_certificate(operator: Operator, backend: str = "cpu") -> Certificate | None:
+def local_certificate(operator: Operator) -> Certificate | None:
     """Return this machine's certificate, None unless it is for what is in use: source, contract, judge."""
-    environment = fingerprint(backend, rates=False)
+    environment = fingerprint(operator.backend, rates=False)
     path = certificate_path(operator.name, environment.architecture, environment.device)
     try:
         found = Certificate.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    current = (operator.contract.hash, in_use(operator, backend).sha256, harness_hash())
+    current = (operator.contract.hash, in_use(operator).sha256, harness_hash())
     same = (found.contract, found.implementation, found.harness) == current
     return found if same and found.environment.versions == environment.versions else None
 
@@ -129,7 +128,7 @@ def check_evidence(folder: Path) -> dict[str, Any]:
 def _certificate_problem(path: Path) -> str:
     """Why a certificate does not speak of this checkout; empty where it does."""
     found = Certificate.loads(path.read_text(encoding="utf-8"))
-    operator = ops.get(found.operator)
+    operator = ops.get(found.operator, _backend_of(path))
     if found.environment.architecture != path.parent.name:
         return f"it is for architecture {found.environment.architecture}"
     if found.harness != harness_hash():
@@ -137,28 +136,32 @@ def _certificate_problem(path: Path) -> str:
     wanted = {requirement.id for requirement in operator.contract.requirements}
     if {verdict.requirement for verdict in found.verdicts if verdict.held} != wanted:
         return "it does not hold every requirement of the contract"
-    return _hash_problem(operator, path.parent.name, found.contract, {found.implementation}, found.file)
+    return _hash_problem(operator, found.contract, {found.implementation}, found.file)
 
 
 def _benchmark_problem(path: Path) -> str:
     found = json.loads(path.read_text(encoding="utf-8"))
-    operator = ops.get(found["operator"])
+    operator = ops.get(found["operator"], _backend_of(path))
     if found["environment"]["architecture"] != path.parent.name:
         return f"it was run on architecture {found['environment']['architecture']}"
     if not all(row["verified"] is True for row in found["rows"]):
         return "it has rows whose bits were not verified"
     sources = {str(row["implementation"]) for row in found["rows"]}
-    return _hash_problem(operator, path.parent.name, found["contract"], sources, None)
+    return _hash_problem(operator, found["contract"], sources, None)
+
+
+def _backend_of(path: Path) -> str:
+    """Evidence lies in a folder named like its architecture."""
+    return "cpu" if path.parent.name == "cpu" else "cuda"
 
 
 def _hash_problem(
-    operator: Operator, architecture: str, contract: str, implementations: set[str], file: str | None
+    operator: Operator, contract: str, implementations: set[str], file: str | None
 ) -> str:
     if contract != operator.contract.hash:
         return f"it is for another state of the contract {operator.contract.name}"
-    backend = "cpu" if architecture == "cpu" else "cuda"
-    names = operator.backends.get(backend, ()) if file is None else (file,)
-    current = {ops.source(operator, backend, name).sha256 for name in names}
+    names = operator.files if file is None else (file,)
+    current = {ops.source(operator, name).sha256 for name in names}
     if not implementations <= current:
         changed = min(implementations - current)
         return f"{', '.join(names)} is no longer the source {changed[:12]} that it speaks of"

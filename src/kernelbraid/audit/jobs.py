@@ -60,7 +60,7 @@ def run_job(
     minutes: float | None = None,
     progress: Callable[[Event], None] | None = None,
     limits: Limits | None = None,
-    find: Callable[[str], Operator] = ops.get,
+    find: Callable[[str, str], Operator] = ops.get,
 ) -> Path:
     """Audit a job's candidates on this machine and return the path of the results.
 
@@ -72,7 +72,7 @@ def run_job(
         minutes: time limit; unlimited by default.
         progress: called with every step; what it raises ends the run.
         limits: of each worker.
-        find: looks the operator up by name.
+        find: looks the operator up by name and backend.
 
     Raises:
         ValueError: the job is for other code or another contract, the device is not there, or `results`
@@ -82,7 +82,7 @@ def run_job(
     """
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     check_harness(job)
-    operator = find(job.operator)
+    operator = find(job.operator, job.device)
     with ResultsWriter(job, results) as writer:
         waiting = [c for c in job.candidates if c.request not in writer.answered]
         if not waiting:

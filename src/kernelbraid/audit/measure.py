@@ -10,11 +10,11 @@ from typing import Self
 
 import numpy as np
 
-from kernelbraid.audit.buffers import integers
 from kernelbraid.audit.pools import Protocol, Sweep, TimedProgram, digest
 from kernelbraid.audit.process import LoadedProgram, Worker, WorkerFailure
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
+from kernelbraid.ops.formats import bits_type, information, is_float
 from kernelbraid.ops.problem import Array
 
 ROLES = ("root", "incumbent", "candidate")
@@ -274,7 +274,7 @@ def _rejection(entry: _Entry, status: Status, reason: str) -> ContenderFailure:
 
 def _equal_bits(entry: _Entry, other: _Entry, index: int) -> None:
     for ours, theirs in zip(entry.arrays(index), other.arrays(index), strict=True):
-        width = integers(ours.dtype)
+        width = bits_type(ours.dtype)
         if not np.array_equal(ours.view(width), theirs.view(width)):
             workload = entry.contender.programs[index].workload.name
             reason = f"outputs of timed calls differ from the {other.contender.name}'s in {workload}"
@@ -284,9 +284,9 @@ def _equal_bits(entry: _Entry, other: _Entry, index: int) -> None:
 def _half_the_digits(entry: _Entry, root: _Entry, index: int) -> None:
     """Other bits than the root's are allowed, other numbers are not: half the digits must agree."""
     for ours, theirs in zip(entry.arrays(index), root.arrays(index), strict=True):
-        if ours.dtype.kind != "f" or not theirs.size:
+        if not is_float(ours.dtype) or not theirs.size:
             continue
-        allowed = float(np.finfo(ours.dtype).eps) ** 0.5  # type: ignore[type-var]
+        allowed = float(information(ours.dtype).eps) ** 0.5
         distance = float(np.linalg.norm(np.subtract(ours, theirs).reshape(-1)))
         norm = float(np.linalg.norm(theirs.reshape(-1)))
         if not distance <= allowed * norm:

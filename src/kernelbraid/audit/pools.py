@@ -14,6 +14,7 @@ import psutil
 from kernelbraid.audit.buffers import Arena
 from kernelbraid.audit.environment import COLD_CACHES
 from kernelbraid.contract import Workload
+from kernelbraid.ops.formats import is_float
 from kernelbraid.ops.problem import Array, Operator, Program
 
 Protocol = Literal["cold", "warm"]
@@ -76,7 +77,7 @@ class TimedProgram:
         self._rolled: dict[str, Array] = {}
         self._swapped: list[str] = []
         for name, array in program.inputs.items():
-            if array.dtype.kind == "f" and array.shape[0] > 1:
+            if is_float(array.dtype) and array.shape[0] > 1:
                 if array.nbytes <= ROLLED_BYTES and np.isfinite(array).all():
                     self._rolled[name] = array
                 else:

@@ -76,7 +76,6 @@ def selftest(
     promotable: Promotable,
     *,
     honest: Source | None = None,
-    device: str = "cpu",
     trials: int = 10,
     fixtures: Sequence[Fixture] = FIXTURES,
     progress: Callable[[str], None] = lambda _: None,
@@ -87,14 +86,13 @@ def selftest(
         operator: what the candidates implement.
         promotable: the promotion rule.
         honest: the implementation that is abused; by default the shipped one.
-        device: `cpu` or `cuda`.
         trials: of identical source.
         fixtures: hostile candidates to audit.
         progress: told of each step in a few words.
     """
     with tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch:
-        source = honest or ops.source(operator, device)
-        test = _Selftest(operator, promotable, source, device, Path(scratch), progress)
+        source = honest or ops.source(operator)
+        test = _Selftest(operator, promotable, source, Path(scratch), progress)
         hostile = [test.hostile(fixture) for fixture in fixtures]
         swapped = list(test.swapped()) if len(fixtures) != 1 else []
         return {
@@ -119,14 +117,12 @@ class _Selftest:
         operator: Operator,
         promotable: Promotable,
         honest: Source,
-        device: str,
         scratch: Path,
         progress: Callable[[str], None],
     ) -> None:
         self.operator = operator
         self.promotable = promotable
-        self.device = device
-        self.environment = fingerprint(device)
+        self.environment = fingerprint(operator.backend)
         self.honest = honest
         self.workloads = cheapest(operator)
         self._scratch = scratch
@@ -159,7 +155,7 @@ class _Selftest:
             operator=self.operator.name,
             contract=self.operator.contract.hash,
             harness=harness_hash(),
-            device=self.device,
+            device=self.operator.backend,
             level=Level.SCREEN,
             policy=BitPolicy.MUTUAL,
             dtype=self.operator.contract.dtypes[0],

@@ -34,7 +34,6 @@ class Report:
     """What a verification found."""
 
     operator: Operator
-    backend: str
     source: Source
     against: Source | None
     """The second implementation that bits were compared with."""
@@ -66,7 +65,7 @@ class Report:
         return {
             "operator": self.operator.name,
             "contract": self.operator.contract.name,
-            "backend": self.backend,
+            "backend": self.operator.backend,
             "implementation": self.source.sha256,
             "against": self.against.sha256 if self.against is not None else None,
             "level": self.level.value,
@@ -98,23 +97,21 @@ def _line(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def in_use(operator: Operator, backend: str) -> Source:
+def in_use(operator: Operator) -> Source:
     """Return what the public operator runs on this machine: the installed winner, or the shipped source."""
-    ops.source(operator, backend)
-    winner = installed.active(operator.name, "cpu", installed.cpu_model()) if backend == "cpu" else None
-    return winner or ops.source(operator, backend)
+    here = fingerprint(operator.backend, rates=False)
+    return installed.active(operator.name, here.architecture, here.device) or ops.source(operator)
 
 
-def second_implementation(operator: Operator, backend: str) -> Source | None:
+def second_implementation(operator: Operator) -> Source | None:
     """Return another implementation to compare bits with, None where there is no other.
 
     That is the next shipped one, or in a checkout a file of `examples/roots` with all entry points.
     """
-    others = operator.backends[backend][1:]
-    if others:
-        return ops.source(operator, backend, others[0])
+    if len(operator.files) > 1:
+        return ops.source(operator, operator.files[1])
     roots = Path(__file__).resolve().parents[3] / "examples" / "roots"
-    for path in sorted(roots.glob("*.py")) if backend == "cpu" else ():
+    for path in sorted(roots.glob("*.py")) if operator.backend == "cpu" else ():
         source = Source(path.read_text(encoding="utf-8"), label=path.name)
         defined = {node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)}
         if defined >= set(operator.entry_points):
@@ -133,7 +130,6 @@ def with_numerics(source: Source, numerics: Mapping[str, int]) -> Source:
 def verify(
     operator: Operator,
     *,
-    backend: str = "cpu",
     level: Level = Level.FULL,
     source: Source | None = None,
     against: Source | None = None,
@@ -144,7 +140,6 @@ def verify(
 
     Args:
         operator: what to verify.
-        backend: `cpu` or `cuda`.
         level: `screen` draws less, over the same scopes.
         source: an implementation; by default the one in use on this machine.
         against: another implementation, whose bits must be equal where its bits id is; by default found.
@@ -152,12 +147,12 @@ def verify(
         progress: told of every requirement.
 
     Raises:
-        ValueError: no such backend or device.
+        ValueError: its device is not there.
         RuntimeError: an implementation does not build, crashes or hangs.
     """
-    environment = fingerprint(backend, rates=False)
-    source = source or in_use(operator, backend)
-    against = against or second_implementation(operator, backend)
+    environment = fingerprint(operator.backend, rates=False)
+    source = source or in_use(operator)
+    against = against or second_implementation(operator)
     seed = secrets.randbits(31) if seed is None else seed
     start = time.perf_counter()
     found: dict[str, Verdict] = {}
@@ -184,7 +179,6 @@ def verify(
         specialisations = bench.built(source, scopes[0]).worker.specialisations()
     return Report(
         operator=operator,
-        backend=backend,
         source=source,
         against=against,
         level=level,
@@ -199,7 +193,7 @@ def verify(
 
 
 def verify_case(
-    operator: Operator, case_id: str, *, backend: str = "cpu", source: Source | None = None
+    operator: Operator, case_id: str, *, source: Source | None = None
 ) -> tuple[Case, Verdict]:
     """Rebuild one case from its id and run it alone.
 
@@ -207,15 +201,15 @@ def verify_case(
         ValueError: the id is not one of this operator's cases, or it needs a second implementation.
         RuntimeError: an implementation does not build, crashes or hangs.
     """
-    environment = fingerprint(backend, rates=False)
+    environment = fingerprint(operator.backend, rates=False)
     case, plan = rebuild(operator, case_id)
-    source = source or in_use(operator, backend)
+    source = source or in_use(operator)
     axes = plan.constant_axes[0]
     with _Bench(operator, environment.architecture) as bench:
         main = bench.built(source, axes)
         root: Built | None = None
         if case.right is not None and case.right.process == "root":
-            root, reason = bench.agreeing(second_implementation(operator, backend), main, axes)
+            root, reason = bench.agreeing(second_implementation(operator), main, axes)
             if root is None:
                 raise ValueError(f"{case_id} cannot be run: {reason}")
         hands = Hands(_processes(main, bench.fresh(source, axes), root))

@@ -7,37 +7,40 @@ from kernelbraid.ops.attention.spec import ATTENTION
 from kernelbraid.ops.problem import Operator
 
 OPERATORS: tuple[Operator, ...] = (ATTENTION,)
+"""One entry an operator and backend."""
 
 
-def get(name: str) -> Operator:
-    """Return the operator called `name`.
+def get(name: str, backend: str = "cpu") -> Operator:
+    """Return the operator called `name` on a backend, `cpu` or `cuda`.
 
     Raises:
         ValueError: there is none; the message lists those that exist.
     """
+    backends = [operator.backend for operator in OPERATORS if operator.name == name]
+    if not backends:
+        known = ", ".join(dict.fromkeys(operator.name for operator in OPERATORS))
+        raise ValueError(f"unknown operator {name!r}; operators are {known}")
     for operator in OPERATORS:
-        if operator.name == name:
+        if (operator.name, operator.backend) == (name, backend):
             return operator
-    raise ValueError(f"unknown operator {name!r}; operators are {', '.join(o.name for o in OPERATORS)}")
+    raise ValueError(f"{name} has no backend {backend!r}; it has {', '.join(backends)}")
 
 
-def source(operator: Operator, backend: str, file: str | None = None) -> Source:
-    """Return a shipped source of `operator`: by default its first implementation for `backend`.
+def source(operator: Operator, file: str | None = None) -> Source:
+    """Return a shipped source of `operator`: by default its first implementation.
 
     Args:
         operator: the operator.
-        backend: `cpu` or `cuda`; must be one that the operator has.
         file: name of another source in the operator's folder, such as its peers.
 
     Raises:
-        ValueError: no such backend or file.
+        ValueError: no such file.
     """
-    if backend not in operator.backends:
-        known = ", ".join(operator.backends)
-        raise ValueError(f"{operator.name} has no backend {backend!r}; it has {known}")
-    name = operator.backends[backend][0] if file is None else file
-    if name not in (*operator.backends[backend], operator.peer_file):
-        known = ", ".join((*operator.backends[backend], operator.peer_file))
-        raise ValueError(f"{operator.name} ships no {name!r} for {backend}; it ships {known}")
+    known = (*operator.files, operator.peer_file)
+    name = operator.files[0] if file is None else file
+    if name not in known:
+        raise ValueError(
+            f"{operator.name} ships no {name!r} for {operator.backend}; it ships {', '.join(known)}"
+        )
     text = (files("kernelbraid.ops") / operator.name / name).read_text(encoding="utf-8")
     return Source(text, label=f"{operator.name}/{name}")

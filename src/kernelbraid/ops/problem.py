@@ -168,12 +168,14 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator as the audit, the search and the command line see it. Built once in its `spec.py`."""
+    """An operator on one backend, as audit, search and command line see it. Built in its `spec.py`."""
 
     name: str
+    backend: str
+    """`cpu` or `cuda`."""
     contract: Contract
-    backends: Mapping[str, tuple[str, ...]]
-    """Backend -> implementation file names in the operator's folder, the default one first."""
+    files: tuple[str, ...]
+    """Names of the shipped implementations in the operator's folder, the default one first."""
     entry_points: tuple[str, ...]
     regimes: tuple[Regime, ...]
     grids: Mapping[str, tuple[Workload, ...]]

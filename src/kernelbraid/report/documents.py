@@ -24,7 +24,7 @@ def side_by_side(study: Study, tell: Callable[[str], None]) -> list[dict[str, An
     named = {
         "root": study.store.source(study.root),
         "best": study.store.source(study.incumbent),
-        "shipped": ops.source(study.operator, device),
+        "shipped": ops.source(study.operator),
     }
     first = {source.sha256: name for name, source in reversed(named.items())}
     distinct = {name: source for name, source in named.items() if first[source.sha256] == name}

@@ -34,20 +34,31 @@ def operators() -> dict[str, Any]:
     """Every operator, and the certificates that hold for it on this machine."""
     return {
         "operators": [
-            {
-                "name": operator.name,
-                "contract": operator.contract.name,
-                "contract_hash": operator.contract.hash,
-                "backends": list(operator.backends),
-                "backward": "backward" in operator.regimes,
-                "entry_points": list(operator.entry_points),
-                "regimes": list(operator.regimes),
-                "relations": [relation.name for relation in operator.contract.relations],
-                "grids": {name: len(workloads) for name, workloads in operator.grids.items()},
-                "certificates": _certificates(operator),
-            }
-            for operator in ops.OPERATORS
+            _listed([each for each in ops.OPERATORS if each.name == name])
+            for name in dict.fromkeys(operator.name for operator in ops.OPERATORS)
         ]
+    }
+
+
+def _listed(backends: Sequence[Operator]) -> dict[str, Any]:
+    """One operator, from its entries a backend."""
+    first = backends[0]
+    relations = [relation.name for each in backends for relation in each.contract.relations]
+    return {
+        "name": first.name,
+        "contract": first.contract.name,
+        "contract_hashes": {each.backend: each.contract.hash for each in backends},
+        "dtypes": {each.backend: list(each.contract.dtypes) for each in backends},
+        "backends": [each.backend for each in backends],
+        "backward": any("backward" in each.regimes for each in backends),
+        "entry_points": {each.backend: list(each.entry_points) for each in backends},
+        "regimes": {each.backend: list(each.regimes) for each in backends},
+        "relations": list(dict.fromkeys(relations)),
+        "grids": {
+            each.backend: {name: len(workloads) for name, workloads in each.grids.items()}
+            for each in backends
+        },
+        "certificates": [found for each in backends for found in _certificates(each)],
     }
 
 
@@ -80,8 +91,9 @@ def verified(
     if local and level != Level.FULL:
         raise ValueError(f"a certificate needs level full, got {level}")
     found = []
-    for operator in [ops.get(name) for name in names] or ops.OPERATORS:
-        report = verify.verify(operator, backend=device, level=levels[level], progress=progress)
+    wanted = names or [each.name for each in ops.OPERATORS if each.backend == device]
+    for operator in [ops.get(name, device) for name in wanted]:
+        report = verify.verify(operator, level=levels[level], progress=progress)
         certificate = certificates.write_local(report) if local and report.held else None
         found.append({**report.to_json(), "certificate": str(certificate) if certificate else None})
     return {
@@ -94,8 +106,7 @@ def verified(
 
 def one_case(case_id: str, device: str) -> dict[str, Any]:
     """Repeat one case alone."""
-    operator = ops.get(case_id.partition("/")[0])
-    case, verdict = verify.verify_case(operator, case_id, backend=device)
+    case, verdict = verify.verify_case(ops.get(case_id.partition("/")[0], device), case_id)
     return {**asdict(verdict), "case": case.id, "regime": case.regime, "shape": asdict(case.shape)}
 
 

@@ -226,7 +226,7 @@ def uninstall(operator: str, device: str = "cpu") -> bool:
         RuntimeError: the user's data folder cannot be written.
     """
     here = fingerprint(device, rates=False)
-    return installed.remove(ops.get(operator).name, here.architecture, here.device)
+    return installed.remove(ops.get(operator, device).name, here.architecture, here.device)
 
 
 def certify(study: Study, evidence: AuditEvidence, source: Source) -> Certificate:

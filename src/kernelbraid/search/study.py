@@ -84,13 +84,9 @@ class Study:
             ValueError: an argument is out of its range, or the root is no implementation of the operator.
             RuntimeError: the folder cannot be written.
         """
-        operator = ops.get(operator) if isinstance(operator, str) else operator
-        contract = operator.contract
         require_device(device)
-        if device not in operator.backends:
-            raise ValueError(
-                f"{operator.name} has no backend {device!r}; it has {', '.join(operator.backends)}"
-            )
+        operator = ops.get(operator, device) if isinstance(operator, str) else operator
+        contract = operator.contract
         if proposer not in PROPOSERS:
             raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
         if dtype not in contract.dtypes:
@@ -128,7 +124,7 @@ class Study:
         """
         store = Store.open(Path(folder))
         try:
-            return cls(store, ops.get(store.study.operator))
+            return cls(store, ops.get(store.study.operator, store.study.device))
         except BaseException:
             store.close()
             raise
@@ -296,7 +292,7 @@ def constant_axes(operator: Operator, workloads: Sequence[Workload]) -> tuple[di
 
 def _root(operator: Operator, device: str, root: Source | Path | None) -> Source:
     if root is None:
-        return ops.source(operator, device)
+        return ops.source(operator)
     return root if isinstance(root, Source) else read_source(root)
 
 

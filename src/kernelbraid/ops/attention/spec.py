@@ -279,8 +279,9 @@ def _vendor(problem: Problem) -> Rows:
 
 ATTENTION = Operator(
     name="attention",
+    backend="cpu",
     contract=CONTRACT,
-    backends={"cpu": ("cpu.py",)},
+    files=("cpu.py",),
     entry_points=("attention", "paged_attention", "write_kv_cache"),
     regimes=FORWARD,
     grids=GRIDS,
