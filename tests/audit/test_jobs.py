@@ -98,7 +98,7 @@ def run_with(
     answers: Answers, job: jobs.AuditJob, path: Path, monkeypatch: pytest.MonkeyPatch, **more: float
 ) -> None:
     monkeypatch.setattr(jobs, "Judge", answers)
-    jobs.run_job(job, path, find=lambda name: toy.SUMS, **more)  # type: ignore[arg-type]
+    jobs.run_job(job, path, find=lambda name, backend: toy.SUMS, **more)  # type: ignore[arg-type]
 
 
 # ---- job files
@@ -191,9 +191,9 @@ def test_impossible_jobs(changes: dict[str, object], message: str) -> None:
 def test_the_harness_hash_covers_what_judges_and_no_implementation() -> None:
     assert len(jobs.harness_hash()) == 64
     package = Path(orders.__file__).parents[1]
-    assert not orders._judged("spec") and not orders._judged("lowering")
+    assert not orders._implementation_side("spec") and not orders._implementation_side("lowering")
     for file in (package / "ops").glob("*/cpu.py"):
-        assert orders._judged(file.stem)
+        assert orders._implementation_side(file.stem)
 
 
 def test_judging_code_that_changes_meanwhile_is_noticed(
@@ -358,7 +358,8 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
                 time.sleep(60)
             return super().audit(candidate, deadline)
     jobs.Judge = Slow()
-    jobs.run_job(test_jobs.a_job(), Path({str(tmp_path / "results.jsonl")!r}), find=lambda name: toy.SUMS)
+    results = Path({str(tmp_path / "results.jsonl")!r})
+    jobs.run_job(test_jobs.a_job(), results, find=lambda name, backend: toy.SUMS)
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True

@@ -76,7 +76,7 @@ def test_fixtures_that_expect_a_tripwire_alone_touch_one() -> None:
             assert not found, f"{fixture.name} is not hidden: {found[0]}"
 
 
-def testcheapest_workloads_differ_in_phase() -> None:
+def test_cheapest_workloads_differ_in_phase() -> None:
     workloads = cheapest(ops.get("attention"))
     assert len({each.phase for each in workloads}) == len(workloads) == 2
 

@@ -93,8 +93,10 @@ def test_steps(ratios: tuple[float, ...], step: Step) -> None:
     ("ratios", "step"),
     [
         ((0.49,), Step.CONTINUE),
-        ((0.52,), Step.HOPELESS),
-        ((0.505, 0.505), Step.HOPELESS),
+        ((0.53,), Step.CONTINUE),
+        ((0.55,), Step.HOPELESS),
+        ((0.505, 0.505), Step.CONTINUE),
+        ((0.52, 0.52), Step.HOPELESS),
         ((0.49, 0.50), Step.CONTINUE),
         ((0.49, 0.50, 0.495), Step.PROVEN),
         ((0.49, 0.50, 0.7), Step.UNDECIDED),

@@ -144,7 +144,7 @@ def test_the_source_in_use_is_the_installed_winner() -> None:
 
 
 def test_the_second_implementation_of_a_checkout_is_a_root() -> None:
-    found = verify.second_implementation(ATTENTION, "cpu")
+    found = verify.second_implementation(ATTENTION)
     assert found is not None and found.sha256 == Source(ROOT.read_text()).sha256
 
 

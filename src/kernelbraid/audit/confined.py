@@ -106,6 +106,7 @@ class Confined:
         HOUSEHOLD.add(self._process.pid)
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
+        self._output_ended = False
         os.set_blocking(self._output, False)
         self._channel.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -136,7 +137,8 @@ class Confined:
     @property
     def printed(self) -> str:
         """What it printed so far, capped."""
-        self._drain()
+        if not self.dead:
+            self._drain()
         return self._printed.decode(errors="replace")
 
     def begin(self, message: Mapping[str, Any], *, seconds: float, descriptors: Sequence[int] = ()) -> None:
@@ -262,23 +264,38 @@ class Confined:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         self._stopped = True
+        HOUSEHOLD.running.discard(self.pid)
 
     def _resume(self) -> None:
+        HOUSEHOLD.running.add(self.pid)
         if self._stopped:
             os.kill(self.pid, signal.SIGCONT)
             self._stopped = False
 
     def _left_behind(self) -> bool:
-        return bool(children(self.pid)) or any(self._ours(pid) for pid in HOUSEHOLD.strays())
+        return bool(children(self.pid)) or any(self._to_blame(pid) for pid in HOUSEHOLD.strays())
+
+    def _to_blame(self, pid: int) -> bool:
+        """Whether an orphan is this worker's; one that hides whose it is, if nobody else is running."""
+        known = self._carries_mark(pid)
+        return HOUSEHOLD.running == {self.pid} if known is None else known
 
     def _ours(self, pid: int) -> bool:
-        """Whether an orphan is this worker's: it carries the mark, or hides whose it is."""
+        """Whether an orphan is to be ended with this worker: it may be this worker's."""
+        return self._carries_mark(pid) is not False
+
+    def _carries_mark(self, pid: int) -> bool | None:
+        """Whether an orphan shows that it comes from this worker; None if it shows nothing."""
         try:
+            if os.getsid(pid) == self.pid:
+                return True
             environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # gone by now
         except OSError:
-            return True
+            return None
         mark = environment.partition(f"{MARK}=".encode())[2][: len(self._mark)]
-        return mark == self._mark.encode() or not mark
+        return mark == self._mark.encode() if mark else None
 
     def _channel_has_more(self) -> bool:
         try:
@@ -292,7 +309,9 @@ class Confined:
         with contextlib.suppress(BlockingIOError, ValueError, OSError):
             while piece := os.read(self._output, 1 << 16):
                 self._print(piece)
-            self._selector.unregister(self._output)
+            if not self._output_ended:
+                self._output_ended = True
+                self._selector.unregister(self._output)
 
     def _print(self, piece: bytes) -> None:
         room = self.limits.output_bytes - len(self._printed)

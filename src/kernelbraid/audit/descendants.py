@@ -66,6 +66,8 @@ class Household:
 
     def __init__(self) -> None:
         self._workers: set[int] = set()
+        self.running: set[int] = set()
+        """Workers that have been asked something; the others stand still."""
         self._before: set[int] = set()
         self._setting: int | None = None
 
@@ -86,6 +88,7 @@ class Household:
     def leave(self, pid: int = 0) -> None:
         """Forget an ended worker; after the last one the process's own setting is put back."""
         self._workers.discard(pid)
+        self.running.discard(pid)
         if not self._workers and self._setting is not None:
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, self._setting, 0, 0, 0)
             self._setting = None

@@ -35,7 +35,7 @@ def fingerprint(device: str = "cpu", *, rates: bool = True) -> Environment:
 
     Args:
         device: `cpu` or `cuda`.
-        rates: also measure operations and bytes a second, once a process, about 0.3 s on all cores.
+        rates: also measure operations and bytes a second, once a process, about 1 s on all cores.
 
     Raises:
         ValueError: the device is unknown or not there.

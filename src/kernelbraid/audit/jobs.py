@@ -1,7 +1,7 @@
 """Audits that travel: a job goes in, and a results file comes out, one line of evidence an audit.
 
 A local audit is the same thing in one place. Results are appended and synced line by line, so that a run that
-ends at any moment loses at most the audit it was at, and the next run goes on from there.
+ends at any moment loses at most the audits it was at, and the next run goes on from there.
 """
 
 import fcntl

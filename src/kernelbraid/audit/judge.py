@@ -46,6 +46,7 @@ from kernelbraid.audit.stages import (
     tripped,
     warm_reference,
     warm_specialisations,
+    within_limits,
 )
 from kernelbraid.audit.timing import Sequential, Step
 from kernelbraid.contract import BitPolicy, Source, Workload
@@ -56,7 +57,7 @@ from kernelbraid.ops.problem import Operator
 PREPARED_TOGETHER = 2
 """Candidates that are built and checked at the same time, while nothing is timed."""
 EVENT_SECONDS = 0.05
-"""How long the judge waits for news of those before it looks whether they are done."""
+"""How long the judge waits for news of candidates being prepared before it looks whether they are done."""
 
 
 @dataclass(slots=True)
@@ -70,14 +71,17 @@ class Prepared:
     fresh: Later | None = None
     ended: Exception | None = None
     """What ended its audit before timing, if anything did."""
+    ready: bool = False
+    """Every check that its level asks for before timing was made, and held."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return (self.main, self.fresh.worker) if self.main is not None and self.fresh is not None else ()
+        fresh = None if self.fresh is None else self.fresh.worker
+        return tuple(worker for worker in (self.main, fresh) if worker is not None)
 
 
 class Judge:
-    """Audits the candidates of one job, one after the other.
+    """Audits the candidates of one job; used by the thread that made it.
 
     Args:
         job: what to audit beside what.
@@ -193,16 +197,17 @@ class Judge:
         for candidate in waiting:
             self._ahead[candidate.request] = self._begun(candidate)
         with ThreadPoolExecutor(PREPARED_TOGETHER) as threads:
-            if root is not None:
-                self._root = threads.submit(self._build, root)
-            running = [threads.submit(self._prepare, self._ahead[c.request], deadline) for c in waiting]
             try:
+                if root is not None:
+                    self._root = threads.submit(self._build, root)
+                running = [threads.submit(self._prepare, self._ahead[c.request], deadline) for c in waiting]
                 if root is not None:
                     warm_reference(self.operator, self.job.constant_axes[0], self.job.dtype)
                 self._tell_until_done(running)
             except BaseException:
                 for worker in self._workers:
                     worker.kill()  # so that no thread waits for it
+                self._ahead = {}
                 raise
         for each in running:
             each.result()
@@ -214,7 +219,8 @@ class Judge:
             prepared.ended = tripped(candidate.source)
         if prepared.ended is None:
             prepared.main = self._start(candidate.source)
-            prepared.fresh = Later(self._start(candidate.source))
+            if candidate.level is not Level.SMOKE:
+                prepared.fresh = Later(self._start(candidate.source))
         return prepared
 
     def _tell_until_done(self, running: Sequence[Future[None]]) -> None:
@@ -228,15 +234,22 @@ class Judge:
                 return
 
     def _prepare(self, prepared: Prepared, deadline: float | None) -> None:
-        if prepared.ended is None:
-            try:
-                self._untimed_stages(prepared, deadline)
-            except (Ended, WorkerFailure) as ended:
-                prepared.ended = ended
+        if prepared.ended is not None:
+            return
+        try:
+            self._untimed_stages(prepared, deadline)
+        except (Ended, WorkerFailure) as ended:
+            if prepared.candidate.source.sha256 != self.job.root.sha256:
+                self._built_root()  # where nothing runs, nothing is said of candidates
+            prepared.ended = ended
+            for worker in prepared.workers:
+                worker.kill()
+        else:
+            prepared.ready = True
 
     def _untimed_stages(self, prepared: Prepared, deadline: float | None) -> None:
         candidate, found = prepared.candidate, prepared.found
-        assert prepared.main is not None and prepared.fresh is not None
+        assert prepared.main is not None
         with self._stage("build", prepared, deadline):
             found.built = self._build(prepared.main)
         self._require_bits(found.built)
@@ -245,9 +258,11 @@ class Judge:
         if candidate.level is Level.SMOKE:
             found.specialisations = prepared.main.specialisations()
             return
+        assert prepared.fresh is not None
         prepared.fresh.begin()
         with self._stage("screen", prepared, deadline):
             self._check(Level.SCREEN, prepared, deadline)
+        prepared.fresh()  # it stands still from here on
 
     def _require_bits(self, built: Built) -> None:
         """Under `pinned`, refuse other bits than the root's."""
@@ -275,6 +290,7 @@ class Judge:
         try:
             if prepared.ended is not None:
                 raise prepared.ended
+            assert prepared.ready, "a candidate is timed after its checks"
             if candidate.level is not Level.SMOKE:
                 self._timed_stages(prepared, deadline)
         except Ended as ended:
@@ -335,12 +351,13 @@ class Judge:
     def _check(self, level: Level, prepared: Prepared, deadline: float | None) -> None:
         """Check every requirement at one level, under each set of constant axes."""
         found, built, root = prepared.found, prepared.found.built, self._built_root()
-        assert built is not None and prepared.fresh is not None
+        assert built is not None
         workers: dict[Process, Callable[[], Worker]] = {
             "main": lambda: built.worker,
-            "fresh": prepared.fresh,
             "root": lambda: root.worker,
         }
+        if prepared.fresh is not None:
+            workers["fresh"] = prepared.fresh
         hands = Hands(workers, self._root_lock)
         for axes, report, mine, roots in zip(
             self.job.constant_axes, built.reports, built.bits_ids, root.bits_ids, strict=True
@@ -398,7 +415,7 @@ class Judge:
         check_twin(lambda: self._start(candidate.source), timing.rounds)
         check_plausible(self.operator, self._machine, programs, timing.rounds, of["candidate"])
         found.measurements = timing.measurements(programs, of)
-        if timing.step is Step.PROVEN:
+        if timing.step is Step.PROVEN and within_limits(found.measurements):
             self._to_beat = min(self._to_beat, timing.ratio)
         return timing
 

@@ -135,9 +135,10 @@ def harness_hash() -> str:
     Implementations, the public functions in front of them, benchmarks and the self-test are not part of it.
     """
     package = Path(__file__).resolve().parents[1]
-    files = [package / "contract.py", package / "ops" / "problem.py", package / "ir" / "evidence.py"]
+    files = [package / "contract.py", package / "ir" / "evidence.py"]
+    files += [package / "ops" / name for name in ("problem.py", "formats.py")]
     files += [file for file in (package / "audit").glob("*.py") if file.stem not in BESIDE_THE_JUDGE]
-    files += [file for file in (package / "ops").glob("*/*.py") if not _judged(file.stem)]
+    files += [file for file in (package / "ops").glob("*/*.py") if not _implementation_side(file.stem)]
     found = sha256()
     for file in sorted(files):
         content = file.read_bytes()
@@ -145,7 +146,7 @@ def harness_hash() -> str:
     return found.hexdigest()
 
 
-def _judged(stem: str) -> bool:
+def _implementation_side(stem: str) -> bool:
     return stem in ("api", "cpu", "peers") or stem.startswith("gpu")
 
 

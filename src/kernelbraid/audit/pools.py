@@ -32,7 +32,7 @@ SWAPPED = 2048
 
 
 class Sweep:
-    """Reads four times the last-level cache from all cores, so that what was used before is in no cache.
+    """Reads four times the last-level cache, every core a part, so that what was used before has left it.
 
     All cores are also awake then: on a virtual machine, one that was idle answers milliseconds late.
     """

@@ -192,8 +192,11 @@ class Hands:
         if process != "root":
             return self._workers[process]().execute(program)
         with self._root_lock:
+            root = self._workers["root"]()
+            if root.dead:
+                raise RuntimeError("the root failed in a check of another candidate")
             try:
-                return self._workers["root"]().execute(program)
+                return root.execute(program)
             except WorkerFailure as failure:
                 raise RuntimeError(f"the root failed in a check: {failure.reason}") from failure
 
@@ -274,6 +277,12 @@ class Timing:
             for index, program in enumerate(programs)
             if self.rounds
         )
+
+
+def within_limits(measurements: Sequence[Measurement]) -> bool:
+    """Whether no workload's mean ratio to the root exceeds its limit."""
+    ratios = ((bound(each.candidate_ms, each.root_ms)[0], each.limit) for each in measurements)
+    return all(ratio <= limit for ratio, limit in ratios)
 
 
 def run_timing(

@@ -22,7 +22,9 @@ MOST_ROUNDS = 8
 TOO_SLOW = 4.0
 """A workload of which every batch of a round takes this many times the root's ends the timing."""
 HOPELESS = (1.02, 1.0)
-"""After one round, and after two: a larger ratio to what is to be beaten ends the timing."""
+"""After one round, and after two: a larger ratio to the incumbent ends the timing."""
+BEHIND = (1.08, 1.03)
+"""The same for the ratio to a faster candidate: processes differ by percents, and it may still fail."""
 
 
 class Step(StrEnum):
@@ -34,7 +36,7 @@ class Step(StrEnum):
     HOPELESS = "hopeless"
     """Stopped before the least number of rounds: a promotion is out of reach, or another one comes first."""
     UNDECIDED = "undecided"
-    """Timed in full; the rest of the rounds could not prove a gain."""
+    """The rest of the rounds could not prove a gain, or would prove one that another candidate exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Sequential:
     gain: float = GAIN
     confidence: float = CONFIDENCE
     hopeless: tuple[float, ...] = HOPELESS
+    behind: tuple[float, ...] = BEHIND
     too_slow: float = TOO_SLOW
 
     def after(
@@ -63,14 +66,19 @@ class Sequential:
         rounds = len(candidate_ms)
         ratio, upper, _ = bound(candidate_ms, incumbent_ms, self.confidence)
         if rounds < self.least:
-            early = rounds <= len(self.hopeless) and ratio > self.hopeless[rounds - 1] * to_beat
-            return Step.HOPELESS if early else Step.CONTINUE
+            return Step.HOPELESS if self._out_of_reach(rounds, ratio, to_beat) else Step.CONTINUE
         if upper < self.gain:
             return Step.PROVEN
         at_best = self._at_best(candidate_ms, incumbent_ms)
         if rounds >= self.most or at_best >= self.gain or ratio > to_beat:
             return Step.UNDECIDED
         return Step.CONTINUE
+
+    def _out_of_reach(self, rounds: int, ratio: float, to_beat: float) -> bool:
+        if rounds > len(self.hopeless):
+            return False
+        behind = to_beat < 1 and ratio > self.behind[rounds - 1] * to_beat
+        return behind or ratio > self.hopeless[rounds - 1]
 
     def _at_best(self, candidate_ms: Sequence[float], incumbent_ms: Sequence[float]) -> float:
         """The upper bound after the last round if the remaining processes look like those so far."""

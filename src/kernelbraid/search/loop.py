@@ -1,6 +1,6 @@
 """The search: action, audit, lineage, until a budget, patience or the opportunities end.
 
-Every step reads what is recorded and records what it did, so the loop has no state of its own: killed
+Every step reads what is recorded and records what it did, so the loop decides nothing from memory: killed
 anywhere, it goes on where it was.
 """
 
@@ -33,7 +33,7 @@ FULL_OVER_SCREEN = 2.0
 CONFIRMING_SHARE = 1 / 8
 """Part of the searching time that full audits may take before the end of a search."""
 WORTH_CONFIRMING = 5.0
-"""Times its own length that must be left after it: a new incumbent pays by what is searched beside it."""
+"""Times a full audit's length that must be left after it: an incumbent pays by what is searched later."""
 CLOSING_SECONDS = 900.0
 """Limit of the full audit that closes a search, beyond the time to search."""
 MOST_CLOSINGS = 3
