@@ -7,16 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernelbraid.ops.attention.api import attention, paged_attention, write_kv_cache
+    from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
 
-__all__ = ["Study", "__version__", "attention", "paged_attention", "write_kv_cache"]
+__all__ = ["Study", "__version__", "attention", "check_metadata", "paged_attention", "write_kv_cache"]
 
 _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
+    "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }

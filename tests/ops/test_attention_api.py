@@ -9,7 +9,7 @@ import torch
 from kernelbraid import attention, ops, paged_attention, write_kv_cache
 from kernelbraid.contract import Source
 from kernelbraid.ops import installed
-from kernelbraid.ops.attention import api
+from kernelbraid.ops.attention import registered
 from kernelbraid.ops.attention.spec import CONTRACT
 
 HEADS, KV, D, SIZE = 6, 2, 64, 4
@@ -105,7 +105,7 @@ def test_memory_is_wrapped_not_copied(monkeypatch):
 
     fake = SimpleNamespace(**{n: take(n) for n in ("attention", "paged_attention", "write_kv_cache")})
     whole, (arguments, _), new = packed(), paged(), writing()
-    monkeypatch.setattr(api, "_implementation", lambda: fake)
+    monkeypatch.setattr(registered, "implementation", lambda device: fake)
     attention(**whole)
     assert [a.ctypes.data for a in seen["attention"][:4]] == [
         whole[n].data_ptr() for n in ("q", "k", "v", "cu_seqlens")
@@ -212,7 +212,7 @@ CASES = {
     "group": ({"k": torch.zeros(31, 4, D), "v": torch.zeros(31, 4, D)}, r"multiple of the 4 KV heads"),
     "transposed": ({"q": TRANSPOSED}, r"q's last dimension must have stride 1, not 186"),
     "negated": ({"q": torch.zeros(31, HEADS, D, dtype=torch.cfloat).conj().imag}, r"q"),
-    "grad": ({"q": torch.zeros(31, HEADS, D, requires_grad=True)}, r"pass q.detach\(\)"),
+    "other device": ({"k": torch.zeros(31, KV, D, device="meta")}, r"k is on meta, others on cpu"),
     "int64": ({"cu_seqlens": torch.tensor([0, 31])}, r"cu_seqlens must be torch.int32, got torch.int64"),
     "empty": ({"cu_seqlens": ints()}, r"cu_seqlens must have one entry more"),
     "start": ({"cu_seqlens": ints(1, 31)}, r"cu_seqlens must rise from 0 to the 31"),
@@ -346,16 +346,16 @@ def test_concurrent_calls_give_the_same_bits():
 def fresh_choice(tmp_path, monkeypatch):
     """A home of its own, and an implementation that is chosen anew."""
     monkeypatch.setenv("KERNELBRAID_HOME", str(tmp_path))
-    api._cpu_implementation.cache_clear()
+    registered._found.cache_clear()
     yield {"architecture": "cpu", "device": installed.cpu_model(), "record": {}}
-    api._cpu_implementation.cache_clear()
+    registered._found.cache_clear()
 
 
 def test_installed_winner_is_used_checked_and_undone(fresh_choice):
     mark = "def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):\n    out[...] = 42\n"
     path = installed.install("attention", Source(mark), contract=CONTRACT.hash, **fresh_choice)
     assert (attention(**packed()) == 42).all()
-    api._cpu_implementation.cache_clear()
+    registered._found.cache_clear()
     path.write_text(mark.replace("42", "43"))
     with pytest.raises(
         RuntimeError, match="changed since it was promoted; run `kernelbraid demote attention`"
@@ -372,7 +372,6 @@ def test_winner_of_another_contract_is_refused(fresh_choice):
 
 
 def test_shipped_source_is_what_is_called(fresh_choice):
-    assert api._cpu_implementation().__name__ == "kernelbraid.ops.attention.cpu"
-    assert (
-        ops.source(ops.get("attention")).text == Path(api._cpu_implementation().__file__).read_text()
-    )
+    found = registered.implementation(torch.device("cpu"))
+    assert found.__name__ == "kernelbraid.ops.attention.cpu"
+    assert ops.source(ops.get("attention")).text == Path(found.__file__).read_text()

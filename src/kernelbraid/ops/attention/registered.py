@@ -1,0 +1,354 @@
+"""Attention as registered operators of torch: implementations, fake kernels, autograd.
+
+    kernelbraid::attention             packed sequences, differentiable in q, k and v
+    kernelbraid::attention_backward    its gradients
+    kernelbraid::paged_attention       writes out and lse
+    kernelbraid::write_kv_cache        writes the caches
+
+This file needs torch alone. An implementation, and Numba or Triton with it, is loaded by the first call that
+computes, so that the first call of a process may be one under `torch.compile(fullgraph=True)`. Values that a
+traced call cannot look at are checked when it runs. Outside of a trace the public functions go round the
+operators, whose boundary costs more than a small call: the same functions run, the same bits come out.
+"""
+
+from functools import cache
+from importlib import import_module
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelbraid import ops
+from kernelbraid.ops import installed
+from kernelbraid.ops.attention import arguments
+
+# ---- Implementations ----
+
+OLDEST_GPU = (8, 0)
+ENTRY_POINTS = ("attention", "attention_backward", "paged_attention", "write_kv_cache")
+_loading = Lock()
+
+
+def implementation(device: torch.device) -> Any:
+    """Return the winner installed for a device's model, otherwise the shipped implementation.
+
+    Raises:
+        RuntimeError: the GPU is not supported, or what is installed does not fit or was changed.
+    """
+    with _loading:
+        return _found(device.type, device.index or 0)
+
+
+@cache
+def _found(backend: str, index: int) -> ModuleType:
+    architecture, model = ("cpu", installed.cpu_model()) if backend == "cpu" else _gpu(index)
+    operator = ops.get("attention", backend)
+    found = installed.read("attention", architecture, model)
+    if found is None:
+        return import_module(f"kernelbraid.ops.attention.{operator.files[0].removesuffix('.py')}")
+    if found.contract != operator.contract.hash:
+        raise RuntimeError(
+            f"the installed attention {found.source.short} was promoted under another contract; "
+            "run `kernelbraid demote attention` and search again"
+        )
+    return installed.load(found, "attention")
+
+
+def _gpu(index: int) -> tuple[str, str]:
+    """Architecture and model of a GPU."""
+    model, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if torch.version.hip is not None:
+        raise RuntimeError(f"cuda:{index} is {model}: only NVIDIA's GPUs are supported")
+    architecture = "sm_{}{}".format(*capability)
+    if capability < OLDEST_GPU:
+        oldest = "sm_{}{}".format(*OLDEST_GPU)
+        raise RuntimeError(f"cuda:{index} is {model}, {architecture}: attention needs {oldest} or newer")
+    return architecture, model
+
+
+def _call(entry_point: str, device: torch.device, *operands: object) -> None:
+    """Call an entry point: on the CPU with arrays of the tensors' memory, on a GPU with the tensors."""
+    found = implementation(device)
+    try:
+        function = getattr(found, entry_point)
+    except AttributeError:
+        raise RuntimeError(
+            f"the installed attention has no {entry_point}; "
+            "run `kernelbraid demote attention` and search again"
+        ) from None
+    if device.type == "cpu":
+        function(*[_array(x) if isinstance(x, Tensor) else x for x in operands])
+    else:
+        with torch.cuda.device(device):
+            function(*operands)
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+
+
+# ---- Calls with their checks ----
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend packed sequences; see `api.attention`."""
+    scale = arguments.check_packed(q, k, v, cu_seqlens, max_seqlen, softmax_scale)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = empty_lse(q) if with_lse else None
+    if q.numel():
+        _call("attention", q.device, q, k, v, cu_seqlens, max_seqlen, scale, out, lse)
+    return out, lse
+
+
+def differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+    needed: list[bool],
+) -> list[Tensor]:
+    """Return those gradients of `attend` in q, k and v that are needed."""
+    scale = arguments.check_packed(q, k, v, cu_seqlens, max_seqlen, softmax_scale)
+    arguments.check_gradient(q, out, lse, dout)
+    gradients = [_empty_like(x) if need else None for x, need in zip((q, k, v), needed, strict=True)]
+    if q.numel():
+        operands = (q, k, v, out, lse, dout, cu_seqlens, max_seqlen, scale)
+        _call("attention_backward", q.device, *operands, *gradients)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def attend_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    out: Tensor | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend pages; see `api.paged_attention`."""
+    metadata = (page_table, cu_seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale = arguments.check_paged(q, k_cache, v_cache, *metadata, softmax_scale, out)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        count_write(out)
+    lse = empty_lse(q) if with_lse else None
+    if q.numel():
+        _call("paged_attention", q.device, q, k_cache, v_cache, *metadata, scale, out, lse)
+    return out, lse
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+) -> None:
+    """Write a cache; see `api.write_kv_cache`."""
+    operands = (k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
+    arguments.check_cache_write(*operands)
+    if k.numel():
+        _call("write_kv_cache", k.device, *operands)
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """Room for the log-sum-exps of q's rows."""
+    return torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def count_write(*tensors: Tensor) -> None:
+    """Tell autograd that these are written, so that a graph that saved one of them notices."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+# ---- Registered operators ----
+
+
+@torch.library.custom_op("kernelbraid::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out, lse = attend(q, k, v, cu_seqlens, max_seqlen, softmax_scale, True)
+    assert lse is not None
+    return out, lse
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None
+) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), empty_lse(q)
+
+
+@torch.library.custom_op("kernelbraid::attention_backward", mutates_args=())
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+    needed: list[bool],
+) -> list[Tensor]:
+    return differentiate(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, needed)
+
+
+@attention_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float | None,
+    needed: list[bool],
+) -> list[Tensor]:
+    return [_empty_like(x) for x, need in zip((q, k, v), needed, strict=True) if need]
+
+
+@torch.library.custom_op("kernelbraid::paged_attention", mutates_args=("out", "lse"))
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    metadata = (page_table, cu_seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale = arguments.check_paged(q, k_cache, v_cache, *metadata, softmax_scale, out)
+    if q.numel():
+        _call("paged_attention", q.device, q, k_cache, v_cache, *metadata, scale, out, lse)
+
+
+@torch.library.custom_op("kernelbraid::write_kv_cache", mutates_args=("k_cache", "v_cache"))
+def write_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+) -> None:
+    write(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
+
+
+# ---- Autograd ----
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.softmax_scale = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, cu_seqlens, out, lse)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    needed = list(ctx.needs_input_grad[:3])
+    if dout is None or not any(needed):
+        return (None,) * 6
+    q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
+    dout = _rows_contiguous(dout)
+    found = iter(
+        # Outside of a trace autograd records nothing of a backward unless a second one is to follow.
+        (attention_backward if is_traced(q) or torch.is_grad_enabled() else differentiate)(
+            q, k, v, out, lse, dout, cu_seqlens, ctx.max_seqlen, ctx.softmax_scale, needed
+        )
+    )
+    return (*(next(found) if need else None for need in needed), None, None, None)
+
+
+def _rows_contiguous(dout: Tensor) -> Tensor:
+    """An incoming gradient, such as the expanded one of a sum, in a layout that kernels read."""
+    dout = dout.resolve_neg()
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
+
+
+def _refuse_second(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError(
+        "attention has first derivatives only: its gradients cannot be differentiated again "
+        "(double backward); compute them without create_graph=True"
+    )
+
+
+attention.register_autograd(_gradients, setup_context=_save)
+attention_backward.register_autograd(_refuse_second)
+
+
+class Attention(torch.autograd.Function):
+    """The differentiable attention of eager calls."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, cu_seqlens, max_seqlen, softmax_scale, True)
+        assert lse is not None
+        return out, lse
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+
+def attend_with_grad(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` with a log-sum-exp, recorded by autograd."""
+    out, lse = Attention.apply(q, k, v, cu_seqlens, max_seqlen, softmax_scale)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether somebody watches operators: a compiler, a dispatch mode or a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or (type(tensor) not in (Tensor, torch.nn.Parameter) and isinstance(tensor, Tensor))
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
