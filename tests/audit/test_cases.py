@@ -12,9 +12,11 @@ from tests.audit.toy import SUMS
 
 from kernelbraid.audit.cases import ACCURACY_KINDS, RELATIONS, Case, cases, rebuild, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import Requirement
+from kernelbraid.audit.process import require_same_calls
+from kernelbraid.contract import Regime, Requirement
 from kernelbraid.ir.evidence import Level
-from kernelbraid.ops.attention.spec import ATTENTION
+from kernelbraid.ops import OPERATORS
+from kernelbraid.ops.attention.spec import ATTENTION, FORWARD
 from kernelbraid.ops.problem import INPUT_KINDS, Layout, Operator, ProblemShape
 
 EDGES = {
@@ -33,6 +35,7 @@ PLAN = Plan(
     root_agrees=True,
 )
 CONTRACT = ATTENTION.contract
+_CONSTANT = tuple(PLAN.constant_axes[0].items())
 
 
 def requirement(name: str) -> Requirement:
@@ -127,7 +130,36 @@ def test_what_is_not_the_id_of_a_case_is_refused(case_id: str) -> None:
 
 
 def test_every_relation_of_a_contract_has_a_test() -> None:
-    assert {relation.name for relation in CONTRACT.relations} == set(RELATIONS)
+    named = {relation.name for operator in OPERATORS for relation in operator.contract.relations}
+    assert named | {"graph_replay", "gradient_rerun", "gradient_packing"} == set(RELATIONS)
+
+
+@pytest.mark.parametrize("regime", FORWARD)
+@pytest.mark.parametrize("level", [Level.SCREEN, Level.FULL])
+def test_a_replay_makes_the_captured_calls_on_buffers_of_equal_shapes(regime: Regime, level: Level) -> None:
+    wanted = Requirement(f"{CONTRACT.name}/graph_replay/{regime}", "relation", "graph_replay", regime)
+    found = list(cases(ATTENTION, wanted, replace(PLAN, level=level)))
+    assert len(found) >= 4
+    for case in found:
+        assert case.right is not None and case.right.captured is not None and case.left.captured is None
+        problem = ATTENTION.draw(case.shape, np.random.default_rng(case.seed))
+        captured = ATTENTION.lower(problem, case.right.captured)
+        program = ATTENTION.lower(problem, case.right.layout)
+        require_same_calls(captured, program)
+        differing = {
+            name
+            for name, array in captured.inputs.items()
+            if not np.array_equal(array.view(np.int32), program.inputs[name].view(np.int32))
+        }
+        assert differing >= {"q", "k", "v"}, "nothing is where it was at the capture"
+        assert differing & {"cu_seqlens", "cu_seqlens_q", "seqlens_k"}, "lengths change with it"
+
+
+def test_other_calls_are_no_replay() -> None:
+    problem = ATTENTION.draw(ProblemShape(_CONSTANT, (5, 9), (5, 9)), np.random.default_rng(0))
+    first, second = (ATTENTION.lower(problem, Layout("prefill", order)) for order in ((0, 1), (0, 0)))
+    with pytest.raises(ValueError, match="equal shapes by equal calls"):
+        require_same_calls(first, second)
 
 
 @pytest.mark.parametrize("level", [Level.SCREEN, Level.FULL])

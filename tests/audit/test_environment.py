@@ -21,7 +21,7 @@ def test_the_fingerprint_of_this_machine() -> None:
 
 
 def test_rates_are_the_best_of_every_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_rates", [(1.0, 1e18)])
+    monkeypatch.setattr(environment, "_rates", {"cpu": [(1.0, 1e18)]})
     assert environment.measured_rates() == (1.0, 1e18)
     flops, bandwidth = environment.measured_rates(again=True)
     matrix = np.ones((512, 512), np.float32)
@@ -42,9 +42,21 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.require_device("cpu")
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
         environment.require_device("tpu")
-    monkeypatch.setattr(environment, "gpus", lambda: ())
-    with pytest.raises(ValueError, match="has no NVIDIA GPU"):
+    monkeypatch.setattr(environment, "Driver", missing)
+    with pytest.raises(ValueError, match="no NVIDIA GPU can be used here"):
         environment.require_device("cuda")
-    monkeypatch.setattr(environment, "gpus", lambda: ("NVIDIA X",))
-    with pytest.raises(ValueError, match="audits on the CPU alone"):
+    monkeypatch.setattr(environment, "Driver", Present)
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: False)
+    with pytest.raises(ValueError, match="NVIDIA X is here, but torch was installed without CUDA"):
         environment.require_device("cuda")
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: True)
+    environment.require_device("cuda")
+
+
+def missing() -> None:
+    raise RuntimeError("this machine has no NVIDIA driver (libcuda.so.1)")
+
+
+class Present:
+    def name(self) -> str:
+        return "NVIDIA X"

@@ -71,7 +71,7 @@ def test_every_small_row_moves_and_many_large_elements_do(made: tuple[Program, T
 
 
 def test_the_root_fixes_the_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [calls_of(s) for s in (1.0, 0.02, 0.019, 0.001, 1e-9)] == [1, 1, 2, 20, pools.MOST_CALLS]
+    assert [calls_of(s) for s in (1.0, 0.02, 0.019, 0.001, 1e-9)] == [1, 1, 2, 20, pools.MOST_CALLS["cpu"]]
     workloads = toy.SUMS.grids["study"]
     cold = timed_programs(toy.SUMS, workloads, MACHINE, lambda w: 0.004)
     assert [(len(p.program.calls), p.repeats, p.calls) for p in cold] == [(5, 1, 5)] * 2

@@ -14,8 +14,8 @@ import numpy as np
 from kernelbraid.ops.formats import bits_type, information, is_float
 from kernelbraid.ops.problem import Array
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector register."""
+ALIGNMENT = 256
+"""Bytes: as CUDA's allocator aligns; a multiple of a cache line and of the widest vector register."""
 
 _F_SEAL_FUTURE_WRITE = 0x10
 _POISON_BYTES = 1 << 16
@@ -36,9 +36,10 @@ Specifications = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 class Arena:
-    """Named arrays in one anonymous shared file, each at a multiple of 64 bytes.
+    """Named arrays in one anonymous shared file, each at a multiple of `ALIGNMENT`.
 
     The file has no name in any file system, so that it is gone when the last process that maps it is.
+    A worker on a CPU maps the file itself: `push`, `pull` and `intact` mean something for other devices.
 
     Args:
         size: bytes; `place` lays arrays out in them, again and again if need be.
@@ -48,9 +49,13 @@ class Arena:
         RuntimeError: there is no memory for it.
     """
 
+    handle: str | None = None
+    """By which a worker opens memory that is no file."""
+
     def __init__(self, size: int, label: str) -> None:
+        self.fd = -1
         self.number = next(_numbers)
-        self.size = max(size, ALIGNMENT)
+        self.size = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self.placements: list[Placement] = []
         self.arrays: dict[str, Array] = {}
         self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -87,6 +92,16 @@ class Arena:
             self.arrays[name] = np.ndarray(shape, dtype, buffer=self._memory, offset=end)
             end += _aligned(shape, dtype)
 
+    def push(self) -> None:
+        """Let workers see what the arrays hold; only while none of them runs."""
+
+    def pull(self) -> None:
+        """Let the arrays hold what a worker wrote; only while none of them runs."""
+
+    def intact(self) -> bool:
+        """Whether a sealed arena holds what was pushed."""
+        return True
+
     def seal(self) -> None:
         """From here on nobody but this process, through the mapping it has, can write to the arena.
 
@@ -102,6 +117,15 @@ class Arena:
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def arena_type(device: str) -> type[Arena]:
+    """The kind of arena that workers on `cpu` or `cuda` can use."""
+    if device == "cpu":
+        return Arena
+    from kernelbraid.audit.device import DeviceArena
+
+    return DeviceArena
 
 
 def specified(contents: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], str]]:

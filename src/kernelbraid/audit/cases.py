@@ -41,6 +41,8 @@ class Execution:
     process: Process = "main"
     repeat: int = 0
     """Equal executions share one result, except for a repeat, which runs anew."""
+    captured: Layout | None = None
+    """Capture the calls of this layout in a graph, and replay them on what `layout` puts into the buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,22 @@ def _batch_sizes(scope: Scope, regime: Regime) -> Iterator[Pair]:
         yield Pair(drawing, Execution(everyone), Execution(some))
 
 
+def _graph_replay(scope: Scope, regime: Regime) -> Iterator[Pair]:
+    """Calls captured once and replayed on other contents against those contents computed at once.
+
+    Requests change places, and pages too: every length, table and input of the calls then stands elsewhere,
+    while the buffers' shapes and what the calls are told by the host stay.
+    """
+    for drawing in scope.problems(regime, "graph", regime):
+        rng = scope.rng("graph", regime, drawing.seed)
+        captured = scope.layout(regime, drawing)
+        for _ in range(scope.scale.layouts):
+            order = rng.sample(captured.requests, len(captured.requests))
+            changed = replace(scope.layout(regime, drawing, order), page_seed=rng.randint(1, 1 << 31))
+            replayed = Execution(_again(changed), captured=captured)
+            yield Pair(drawing, Execution(changed), replayed)
+
+
 def _padding(scope: Scope, regime: Regime) -> Iterator[Pair]:
     for drawing in scope.problems(regime, "padding", regime):
         layout = scope.layout(regime, drawing)
@@ -395,6 +413,9 @@ RELATIONS: Mapping[str, Callable[[Scope, Regime], Iterator[Pair]]] = {
     "paging": _paging,
     "decode_equals_prefill": _decode_equals_prefill,
     "update_equals_rollout": _update_equals_rollout,
+    "graph_replay": _graph_replay,
     "implementations_agree": _implementations_agree,
+    "gradient_rerun": _rerun,
+    "gradient_packing": _packing,
 }
 """Relation name -> the pairs of executions that must give equal bits."""

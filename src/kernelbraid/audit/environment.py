@@ -1,16 +1,19 @@
 """What an audit ran on: the machine, the versions, and the rates that bound how fast anything can be."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
+import re
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from kernelbraid.audit.driver import Driver
 from kernelbraid.audit.peak import fma_rate
 from kernelbraid.ir.evidence import Environment
 from kernelbraid.ops.installed import cpu_model
@@ -41,7 +44,9 @@ def fingerprint(device: str = "cpu", *, rates: bool = True) -> Environment:
         ValueError: the device is unknown or not there.
     """
     require_device(device)
-    flops, bandwidth = measured_rates() if rates else (0.0, 0.0)
+    flops, bandwidth = measured_rates(device) if rates else (0.0, 0.0)
+    if device == "cuda":
+        return _gpu(flops, bandwidth)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Environment(
         architecture="cpu",
@@ -55,35 +60,78 @@ def fingerprint(device: str = "cpu", *, rates: bool = True) -> Environment:
     )
 
 
+def _gpu(flops: float, bandwidth: float) -> Environment:
+    """The first visible GPU: its multiprocessors, memory and second-level cache."""
+    driver = Driver()
+    tools = (("driver", _driver_release()), ("cuda", driver.version()), ("ptxas", _ptxas()))
+    return Environment(
+        architecture=driver.architecture(),
+        device=driver.name(),
+        cores=driver.multiprocessors(),
+        memory_gib=round(driver.memory_bytes() / 2**30, 1),
+        cache_bytes=driver.cache_bytes(),
+        versions=(*versions(), *((name, version) for name, version in tools if version)),
+        flops=flops,
+        bandwidth=bandwidth,
+    )
+
+
+def _driver_release() -> str:
+    """The driver's release, such as `580.159.04`; empty where the kernel module does not tell."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        pass
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    return found[0] if found else ""
+
+
+@cache
+def _ptxas() -> str:
+    """Release of the assembler that Triton uses; empty where there is no Triton."""
+    try:
+        files = importlib.metadata.files("triton") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for file in files:
+        if file.name == "ptxas":
+            said = subprocess.run([str(file.locate()), "--version"], capture_output=True, text=True)
+            found = re.search(r"V(\d+\.\d+\.\d+)", said.stdout)
+            return found[1] if found else ""
+    return ""
+
+
 def require_device(device: str) -> None:
     """Raise ValueError, saying what is missing, unless implementations can be audited on `device` here."""
     if device == "cpu":
         return
     if device != "cuda":
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    found = gpus()
-    if not found:
-        raise ValueError("device cuda: this machine has no NVIDIA GPU that can be used; choose device cpu")
-    raise ValueError(
-        f"device cuda: this version audits on the CPU alone (found {found[0]}); choose device cpu"
-    )
+    try:
+        driver = Driver()
+    except RuntimeError as error:
+        raise ValueError(f"device cuda: no NVIDIA GPU can be used here ({error}); choose cpu") from error
+    if not torch_has_cuda():
+        raise ValueError(f"device cuda: {driver.name()} is here, but torch was installed without CUDA")
 
 
 def gpus() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs that can be used here; none where nvidia-ml-py or its driver is missing."""
-    if importlib.util.find_spec("pynvml") is None:
+    """Names of the visible NVIDIA GPUs; none where there is no driver."""
+    try:
+        return tuple(Driver(number).name() for number in range(Driver().count()))
+    except RuntimeError:
         return ()
-    import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch can use a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def versions() -> tuple[tuple[str, str], ...]:
@@ -118,22 +166,33 @@ def _bytes(text: str) -> int:
     return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0)
 
 
-def measured_rates(*, again: bool = False) -> tuple[float, float]:
-    """Operations a second (float32 multiply-adds in registers) and bytes a second (reading) of all cores.
+def measured_rates(device: str = "cpu", *, again: bool = False) -> tuple[float, float]:
+    """Operations a second and bytes a second.
 
-    The best of every try of this process, tries being short: other load only makes a machine look slower than
-    it is, and rarely does so for every millisecond.
+    On the CPU: float32 multiply-adds in registers, and reading, of all cores. On a GPU: a bf16 matrix
+    product, and a copy, read and written. The best of every try of this process, tries being short: other
+    load only makes a machine look slower than it is, and rarely does so for every millisecond.
 
     Args:
+        device: `cpu` or `cuda`.
         again: measure once more and longer, where a first measurement is there already.
     """
-    if again or not _rates:
+    known = _rates.setdefault(device, [])
+    if again or not known:
         seconds = AGAIN_SECONDS if again else FIRST_SECONDS
-        _rates.append((fma_rate(seconds), _reading_rate(seconds)))
-    return max(flops for flops, _ in _rates), max(bandwidth for _, bandwidth in _rates)
+        known.append(_tried_rates(device, seconds))
+    return max(flops for flops, _ in known), max(bandwidth for _, bandwidth in known)
 
 
-_rates: list[tuple[float, float]] = []
+_rates: dict[str, list[tuple[float, float]]] = {}
+
+
+def _tried_rates(device: str, seconds: float) -> tuple[float, float]:
+    if device == "cpu":
+        return fma_rate(seconds), _reading_rate(seconds)
+    from kernelbraid.audit.device import rates
+
+    return rates(seconds)
 
 
 def _reading_rate(seconds: float) -> float:

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from kernelbraid.audit.pools import Protocol, Sweep, TimedProgram, digest
+from kernelbraid.audit.pools import Protocol, TimedProgram, digest
 from kernelbraid.audit.process import LoadedProgram, Worker, WorkerFailure
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
@@ -144,7 +144,7 @@ class Rounds:
         self,
         contenders: Sequence[Contender],
         start: Callable[[Contender], Worker],
-        sweep: Sweep,
+        sweep: Callable[[], None],
         protocol: Protocol = "cold",
         too_slow: float = math.inf,
     ) -> None:
@@ -215,7 +215,9 @@ class Rounds:
             for entry in self._entries:
                 program = entry.contender.programs[index]
                 with _blaming(entry.contender):
-                    loaded = entry.worker.begin_load(program.program, program.inputs, calls=1)
+                    loaded = entry.worker.begin_load(
+                        program.program, program.inputs, calls=1, capture=program.repeats
+                    )
                 entry.loaded.append(loaded)
             for entry in self._entries:
                 with _blaming(entry.contender):
@@ -308,7 +310,7 @@ def repeat_by_twin(twin: Worker, blocks: Sequence[Block]) -> None:
     for block in reversed(blocks):
         program = block.program
         if id(program) not in loaded:
-            loaded[id(program)] = twin.load(program.program, program.inputs)
+            loaded[id(program)] = twin.load(program.program, program.inputs, capture=program.repeats)
         program.refresh(block.seed)
         target = loaded[id(program)]
         target.reset(np.random.default_rng(secrets.randbits(64)))

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import psutil
 
-from kernelbraid.audit.buffers import Arena
+from kernelbraid.audit.buffers import arena_type
 from kernelbraid.audit.environment import COLD_CACHES
 from kernelbraid.contract import Workload
 from kernelbraid.ops.formats import is_float
@@ -21,8 +21,8 @@ Protocol = Literal["cold", "warm"]
 
 BATCH_SECONDS = 0.020
 """Least length of a timed batch of the root; the number of calls follows from it and is then fixed."""
-MOST_CALLS = 512
-"""Calls of a batch at most, whatever the root's speed."""
+MOST_CALLS = {"cpu": 512, "cuda": 2048}
+"""Calls of a batch at most, whatever the root's speed: on a GPU small ones take microseconds."""
 ROLLED_BYTES = 32 << 20
 """Inputs up to this size have their rows rolled before a batch; in larger ones elements change places."""
 SHARE_OF_MEMORY = 0.7
@@ -46,6 +46,15 @@ class Sweep:
         list(self._threads.map(np.max, self._parts))
 
 
+def sweep_of(device: str, cache_bytes: int) -> Callable[[], None]:
+    """What empties the caches of `cpu` or `cuda`."""
+    if device == "cpu":
+        return Sweep(cache_bytes)
+    from kernelbraid.audit.device import DeviceSweep
+
+    return DeviceSweep(COLD_CACHES * cache_bytes)
+
+
 class TimedProgram:
     """One workload's calls on inputs that nobody can know in advance.
 
@@ -59,13 +68,16 @@ class TimedProgram:
         program: its calls, distinct ones; a batch makes all of them.
         repeats: times that a batch goes through the calls.
         bound_ms: the least time of one call that the machine allows.
+        device: `cpu` or `cuda`.
     """
 
-    def __init__(self, workload: Workload, program: Program, repeats: int, bound_ms: float) -> None:
+    def __init__(
+        self, workload: Workload, program: Program, repeats: int, bound_ms: float, device: str = "cpu"
+    ) -> None:
         self.workload = workload
         self.repeats = repeats
         self.bound_ms = bound_ms
-        self.inputs = Arena.holding(program.inputs, "inputs")
+        self.inputs = arena_type(device).holding(program.inputs, "inputs")
         self.inputs.seal()
         self.program = Program(
             inputs=self.inputs.arrays,
@@ -109,6 +121,7 @@ class TimedProgram:
             left, right = places[:half], places[half : 2 * half]
             flat[left], flat[right] = flat[right], flat[left]
             self._undo.append((flat, left, right))
+        self.inputs.push()
 
 
 def digest(arrays: Sequence[Array]) -> bytes:
@@ -135,9 +148,9 @@ class Machine:
         return 1e3 * max(cost.flops / self.flops, cost.bytes / self.bandwidth)
 
 
-def calls_of(seconds: float) -> int:
+def calls_of(seconds: float, device: str = "cpu") -> int:
     """Number of calls in a batch, from the root's time for one."""
-    return max(1, min(MOST_CALLS, -int(-BATCH_SECONDS // max(seconds, 1e-9))))
+    return max(1, min(MOST_CALLS[device], -int(-BATCH_SECONDS // max(seconds, 1e-9))))
 
 
 def _require_memory(needed: int) -> None:
@@ -176,9 +189,10 @@ def timed_programs(
     rng = np.random.default_rng(secrets.randbits(128))
     made = []
     for workload in workloads:
-        calls = calls_of(seconds(workload))
+        calls = calls_of(seconds(workload), operator.backend)
         variants, pool = (calls, COLD_CACHES * machine.cache_bytes) if protocol == "cold" else (1, 0)
         program = operator.timed(workload, rng, variants, pool, contiguous=contiguous)
         bound = machine.bound_ms(operator, workload)
-        made.append(TimedProgram(workload, program, 1 if protocol == "cold" else calls, bound))
+        repeats = 1 if protocol == "cold" else calls
+        made.append(TimedProgram(workload, program, repeats, bound, operator.backend))
     return tuple(made)

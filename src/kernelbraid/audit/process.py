@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernelbraid.audit import worker as worker_file
-from kernelbraid.audit.buffers import Arena, Poison, Specifications, size_of, specified
+from kernelbraid.audit.buffers import Arena, Poison, Specifications, arena_type, size_of, specified
 from kernelbraid.audit.confined import Confined, Limits, WorkerFailure
 from kernelbraid.contract import Contract, Source
 from kernelbraid.ir.evidence import Status
@@ -22,6 +22,8 @@ from kernelbraid.ops.problem import Argument, Array, Program, View
 
 __all__ = ["BuildReport", "Limits", "LoadedProgram", "Worker", "WorkerFailure", "prune_compiled"]
 
+PROGRAMS = {"cpu": "worker.py", "cuda": "device_worker.py"}
+"""The script that a worker runs, by device."""
 KEPT_BUILDS = 64
 """Sources whose compiled code is kept for later processes, the most recent ones."""
 
@@ -52,6 +54,7 @@ class LoadedProgram:
             poison.fill(self.memory.arrays[name])
         for name, contents in self.program.state.items():
             self.memory.arrays[name][...] = contents
+        self.memory.push()
 
     def outputs(self) -> dict[str, Array]:
         """Copies of the output buffers."""
@@ -67,6 +70,7 @@ class Worker(Confined):
         scratch: folder under which the worker gets an empty working folder of its own.
         cache: folder for compiled code, kept apart by source, so that later processes of one source reuse it.
         limits: time, memory and output.
+        device: `cpu` or `cuda`: where the implementation runs.
 
     Every method raises WorkerFailure where the worker crashes, hangs, eats memory or cheats; it is dead then.
     """
@@ -79,8 +83,12 @@ class Worker(Confined):
         scratch: Path,
         cache: Path,
         limits: Limits | None = None,
+        device: str = "cpu",
     ) -> None:
         self.source = source
+        self.device = device
+        self._arena = arena_type(device)
+        self._running: LoadedProgram | None = None
         named = entry_points if isinstance(entry_points, Mapping) else {name: name for name in entry_points}
         self.entry_points = dict(named)
         self._rng = np.random.default_rng(secrets.randbits(64))
@@ -90,10 +98,11 @@ class Worker(Confined):
         self._forgotten: list[int] = []
         self._granted: set[int] = set()
         self._rooms: dict[str, Arena] = {}
+        compiled = self._file.parent / "compiled"
         super().__init__(
-            worker_file.__file__,
+            str(Path(worker_file.__file__).with_name(PROGRAMS[device])),
             scratch / f"worker-{secrets.token_hex(6)}",
-            {"NUMBA_CACHE_DIR": str(self._file.parent / "compiled")},
+            {"NUMBA_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")},
             limits or Limits(),
         )
 
@@ -130,14 +139,9 @@ class Worker(Confined):
         }
         self._ask("build", message, seconds=self.limits.build_seconds)
 
-    def load(self, program: Program, inputs: Arena | None = None) -> LoadedProgram:
-        """Put a program into the worker's memory.
-
-        Args:
-            program: buffers and calls.
-            inputs: its inputs where they already lie in shared memory.
-        """
-        loaded = self.begin_load(program, inputs)
+    def load(self, program: Program, inputs: Arena | None = None, *, capture: int = 0) -> LoadedProgram:
+        """Put a program into the worker's memory; arguments as for `begin_load`."""
+        loaded = self.begin_load(program, inputs, capture=capture)
         self.finish()
         return loaded
 
@@ -145,31 +149,72 @@ class Worker(Confined):
         """Run a program once in memory that is used again by the next, and return copies of its outputs."""
         inputs = self._room("inputs", specified(program.inputs))
         memory = self._room("outputs", {**specified(program.state), **program.outputs})
-        for name, array in program.inputs.items():
-            inputs.arrays[name][...] = array
+        _fill(inputs, program)
         loaded = self._begin(program, inputs, memory, len(program.calls))
         self.finish()
+        self._collect(loaded)
         self._dropped.append(loaded.slot)
         return loaded.outputs()
 
-    def begin_load(self, program: Program, inputs: Arena | None = None, *, calls: int = 0) -> LoadedProgram:
-        """Send the request of `load` without waiting; the first `calls` calls are made at once."""
-        if inputs is None:
-            inputs = Arena.holding(program.inputs, "inputs")
-            inputs.seal()
-        memory = Arena.of({**specified(program.state), **program.outputs}, "outputs")
-        return self._begin(program, inputs, memory, calls)
+    def replay(self, captured: Program, program: Program) -> dict[str, Array]:
+        """Capture one program's calls in a graph, replay it on another's contents, and return the outputs.
 
-    def _begin(self, program: Program, inputs: Arena, memory: Arena, calls: int) -> LoadedProgram:
+        Args:
+            captured: whose calls are made once and then captured.
+            program: with equal calls on buffers of equal shapes; what they hold is put in place before the
+                replay.
+
+        Raises:
+            ValueError: the calls or the buffers differ.
+            RuntimeError: the device has no graphs.
+        """
+        if self.device != "cuda":
+            raise RuntimeError(f"device {self.device} has no graphs to capture calls in")
+        require_same_calls(captured, program)
+        inputs = self._room("inputs", specified(captured.inputs))
+        memory = self._room("outputs", {**specified(captured.state), **captured.outputs})
+        _fill(inputs, captured)
+        first = self._begin(captured, inputs, memory, len(captured.calls), capture=1)
+        self.finish()
+        self._collect(first)
+        _fill(inputs, program)
+        loaded = LoadedProgram(first.slot, program, inputs, memory)
+        loaded.reset(self._rng)
+        self.run(loaded)
+        self._dropped.append(loaded.slot)
+        return loaded.outputs()
+
+    def begin_load(
+        self, program: Program, inputs: Arena | None = None, *, calls: int = 0, capture: int = 0
+    ) -> LoadedProgram:
+        """Send the request of `load` without waiting.
+
+        Args:
+            program: buffers and calls.
+            inputs: its inputs where they already lie in shared memory.
+            calls: so many of the first calls are made at once.
+            capture: on a device with graphs, make all calls once and capture them, so many times over, in one
+                that `run` with that number of repeats replays; others take no notice.
+        """
+        if inputs is None:
+            inputs = self._arena.holding(program.inputs, "inputs")
+            inputs.seal()
+            inputs.push()
+        memory = self._arena.of({**specified(program.state), **program.outputs}, "outputs")
+        return self._begin(program, inputs, memory, calls, capture=capture)
+
+    def _begin(
+        self, program: Program, inputs: Arena, memory: Arena, calls: int, *, capture: int = 0
+    ) -> LoadedProgram:
         self._slots += 1
         loaded = LoadedProgram(self._slots, program, inputs, memory)
         loaded.reset(self._rng)
         descriptors: list[int] = []
         reader = -1
-        if inputs.number not in self._granted:
+        if inputs.number not in self._granted and inputs.handle is None:
             reader = inputs.reader()
             descriptors.append(reader)
-        if memory.number not in self._granted:
+        if memory.number not in self._granted and memory.handle is None:
             descriptors.append(memory.fd)
         message = {
             "slot": loaded.slot,
@@ -180,8 +225,9 @@ class Worker(Confined):
                 for call in program.calls
             ],
             "first": 0,
-            "count": calls,
+            "count": len(program.calls) if capture and self.device == "cuda" else calls,
             "repeats": 1,
+            "capture": capture,
         }
         try:
             self._ask("load", message, seconds=self.limits.run_seconds, descriptors=tuple(descriptors))
@@ -195,14 +241,20 @@ class Worker(Confined):
         new = arena.number not in self._granted
         if new:
             self._granted.add(arena.number)
-            self.shared_bytes += arena.size
-        return {"number": arena.number, "size": arena.size, "arrays": arena.placements, "new": new}
+            self.shared_bytes += arena.size if arena.handle is None else 0
+        return {
+            "number": arena.number,
+            "size": arena.size,
+            "arrays": arena.placements,
+            "new": new,
+            "handle": arena.handle,
+        }
 
     def _forget(self, arena: Arena) -> None:
         if arena.number in self._granted:
             self._granted.remove(arena.number)
             self._forgotten.append(arena.number)
-            self.shared_bytes -= arena.size
+            self.shared_bytes -= arena.size if arena.handle is None else 0
 
     def _room(self, what: str, specifications: Specifications) -> Arena:
         """Memory that is kept from program to program, laid out for this one."""
@@ -211,7 +263,7 @@ class Worker(Confined):
         if arena is None or arena.size < needed:
             if arena is not None:
                 self._forget(arena)
-            arena = self._rooms[what] = Arena(max(needed + needed // 2, 1 << 20), what)
+            arena = self._rooms[what] = self._arena(max(needed + needed // 2, 1 << 20), what)
             if what == "inputs":
                 arena.seal()
         arena.place(specifications)
@@ -234,13 +286,22 @@ class Worker(Confined):
         number = len(loaded.program.calls) - first if count is None else count
         message = {"slot": loaded.slot, "first": first, "count": number, "repeats": repeats}
         self._ask("run", message, seconds=self.limits.run_seconds)
+        self._running = loaded
 
     def finish_run(self) -> tuple[float, float]:
         """Wait for a run; returns (seconds by the judge's clock, seconds by the worker's own)."""
         theirs = self.finish().get("elapsed")
+        assert self._running is not None
+        self._collect(self._running)
         if not isinstance(theirs, float) or not math.isfinite(theirs):
             raise self.fail(Status.TAMPERED, f"the worker reports {theirs!r} as its elapsed time")
         return self.elapsed, theirs
+
+    def _collect(self, loaded: LoadedProgram) -> None:
+        """Bring in what a program wrote, unless it wrote where it may only read."""
+        if not loaded.inputs.intact():
+            raise self.fail(Status.TAMPERED, "it writes to its inputs")
+        loaded.memory.pull()
 
     def outputs(self, loaded: LoadedProgram) -> dict[str, Array]:
         """Copies of what a loaded program wrote to its outputs."""
@@ -271,6 +332,21 @@ class Worker(Confined):
 def _sent(value: Argument) -> int | float | list[Any] | None:
     """An argument as JSON carries it: a view is a list."""
     return [value.buffer, value.start, value.stop] if isinstance(value, View) else value
+
+
+def _fill(inputs: Arena, program: Program) -> None:
+    for name, array in program.inputs.items():
+        inputs.arrays[name][...] = array
+    inputs.push()
+
+
+def require_same_calls(captured: Program, program: Program) -> None:
+    """Raise ValueError unless two programs make equal calls on buffers of equal shapes."""
+    same = captured.calls == program.calls and captured.outputs == program.outputs
+    for ours, theirs in ((captured.inputs, program.inputs), (captured.state, program.state)):
+        same = same and specified(ours) == specified(theirs)
+    if not same:
+        raise ValueError("a graph is replayed on buffers of equal shapes by equal calls")
 
 
 def prune_compiled(cache: Path) -> None:

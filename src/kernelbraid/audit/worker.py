@@ -46,16 +46,7 @@ class RequestError(Exception):
 class Slot:
     """One loaded program: arrays and calls, ready to run."""
 
-    def __init__(self, message: Message, memories: dict[int, mmap.mmap], entry_points: EntryPoints) -> None:
-        buffers: dict[str, Any] = {}
-        for arena in (message["inputs"], message["memory"]):
-            for place in arena["arrays"]:
-                buffers[place["name"]] = np.ndarray(
-                    tuple(place["shape"]),
-                    place["dtype"],
-                    buffer=memories[arena["number"]],
-                    offset=place["offset"],
-                )
+    def __init__(self, message: Message, buffers: dict[str, Any], entry_points: EntryPoints) -> None:
         self.calls = [
             (entry_points[name], {key: _argument(value, buffers) for key, value in arguments.items()})
             for name, arguments in message["calls"]
@@ -88,13 +79,15 @@ def _argument(value: Any, buffers: dict[str, Any]) -> Any:
 class Worker:
     """Answers requests until its socket closes."""
 
+    slot: type[Slot] = Slot
+
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.clock = time.perf_counter
+        self.clock: Callable[[], float] = time.perf_counter
         self.module: Any = None
         self.entry_points: EntryPoints = {}
-        self.slots: dict[int, Slot] = {}
-        self.memories: dict[int, mmap.mmap] = {}
+        self.slots: dict[int, Any] = {}
+        self.memories: dict[int, Any] = {}
 
     def serve(self) -> None:
         while (received := self._receive()) is not None:
@@ -151,15 +144,27 @@ class Worker:
         return {"numerics": numerics, "edges": edges}
 
     def do_load(self, message: Message, descriptors: list[int]) -> Message:
-        """Map a program's memory; `run` also makes its calls once."""
+        """Map a program's memory; with a `count`, make its first calls once."""
+        buffers: dict[str, Any] = {}
         for arena, access in (
             (message["inputs"], mmap.PROT_READ),
             (message["memory"], mmap.PROT_READ | mmap.PROT_WRITE),
         ):
             if arena["new"]:
-                self.memories[arena["number"]] = _mapped(descriptors.pop(0), arena["size"], access)
-        self.slots[message["slot"]] = Slot(message, self.memories, self.entry_points)
+                self.memories[arena["number"]] = self.opened(arena, descriptors, access)
+            for place in arena["arrays"]:
+                buffers[place["name"]] = self.placed(self.memories[arena["number"]], place)
+        self.slots[message["slot"]] = self.slot(message, buffers, self.entry_points)
         return self.do_run(message, []) if message["count"] else {}
+
+    def opened(self, arena: Message, descriptors: list[int], access: int) -> Any:
+        """Memory of an arena that is heard of first."""
+        return _mapped(descriptors.pop(0), arena["size"], access)
+
+    def placed(self, memory: Any, place: Message) -> Any:
+        """One array of an arena."""
+        shape = tuple(place["shape"])
+        return np.ndarray(shape, place["dtype"], buffer=memory, offset=place["offset"])
 
     def do_run(self, message: Message, _: list[int]) -> Message:
         slot = self.slots[message["slot"]]
