@@ -266,10 +266,15 @@ def search(
         Path | None,
         typer.Option(help="Folder to make; default: studies/OPERATOR-DATE-N here.", metavar="FOLDER"),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
+    ] = None,
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
     """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
+    from kernelbraid.search import travel
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study
 
     with Study.create(
@@ -283,8 +288,12 @@ def search(
         patience=DEFAULT_PATIENCE if patience is None else patience,
         proposer=proposer,
         seed=seed,
+        elsewhere=job is not None,
     ) as made:
-        _drive(made, compare, as_json)
+        if job is None:
+            _drive(made, compare, as_json)
+        else:
+            _done(as_json, travel.export(made, job, propose=True))
 
 
 @app.command()
@@ -402,13 +411,10 @@ def _drive(study: Any, compare: bool | None, as_json: bool) -> None:
     from kernelbraid.report import documents, table
     from kernelbraid.report.progress import Watch
     from kernelbraid.search import loop
-    from kernelbraid.search.proposers.external import External
-    from kernelbraid.search.proposers.knobs import KnobProposer
+    from kernelbraid.search.travel import proposer_of
 
-    record = study.store.study
-    proposer = External() if record.proposer == "external" else KnobProposer(record.seed)
     with Watch() as watch:
-        ending = loop.run(study, proposer, progress=watch)
+        ending = loop.run(study, proposer_of(study), progress=watch)
     summary = {**study.summary(), "ended_by": ending.value}
     if ending is not loop.Ending.INTERRUPTED and (not as_json if compare is None else compare):
         say("measuring root, best, shipped and torch side by side")
@@ -527,15 +533,19 @@ def decide(
 def audit_export(
     study: StudyFolder,
     to: Annotated[Path, typer.Option("--output", "-o", help="Job file to write.", metavar="FILE")],
-    most: Annotated[int | None, typer.Option(help="Pending audits to take; default: all.", min=1)] = None,
+    most: Annotated[int | None, typer.Option(help="Audits to take; default: all pending.", min=1)] = None,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Go on as `search` would: promote, confirm, propose candidates.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a study's pending audits into one job file."""
-    from kernelbraid.search import audits
+    from kernelbraid.report.progress import Watch
+    from kernelbraid.search import travel
     from kernelbraid.search.study import Study
 
-    with Study.open(study) as opened:
-        _done(as_json, {"job": str(to), "audits": audits.export(opened, to, most)})
+    with Study.open(study) as opened, Watch() as watch:
+        _done(as_json, travel.export(opened, to, most, propose=propose, progress=watch))
 
 
 @travelling.command("run")

@@ -109,15 +109,23 @@ def recover(study: Study) -> tuple[AuditEvidence, ...]:
     return tuple(evidence for path in left for evidence in _collect(study, path))
 
 
-def export(study: Study, path: Path, most: int | None = None) -> int:
-    """Write pending requests into one job file that can run where there is no study, and return how many.
+def export(
+    study: Study, path: Path, most: int | None = None, requests: Sequence[AuditRequest] | None = None
+) -> int:
+    """Write requests into one job file that can run where there is no study, and return how many.
+
+    Args:
+        study: whose requests.
+        path: file to write.
+        most: requests at most; all by default.
+        requests: pending ones; by default all that are.
 
     Raises:
         ValueError: nothing is pending.
         RuntimeError: the file cannot be written.
     """
     study.require_current()
-    waiting = study.store.pending()[:most]
+    waiting = (study.store.pending() if requests is None else list(requests))[:most]
     if not waiting:
         raise ValueError(f"{study.folder} has no pending audit to export: submit a candidate first")
     jobs.write_job(job_of(study, waiting), path)

@@ -109,6 +109,33 @@ def run(
             return Ending.INTERRUPTED
 
 
+def upcoming(
+    study: Study,
+    proposer: Proposer,
+    most: int,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> list[AuditRequest]:
+    """Settle what evidence decides, and return the pending audits that a search would run next.
+
+    For audits that travel: their results come in between calls. The root comes first and alone; none are
+    returned at the end of the search.
+
+    Args:
+        study: an open study.
+        proposer: writes the candidates.
+        most: audits at most.
+        progress: told of decisions and proposals.
+
+    Raises:
+        ValueError: the study was made under another contract or harness.
+        RuntimeError: another process searches it, or its root is not a valid implementation.
+    """
+    study.require_current()
+    with study.store.controller_lock(), study.budget.spending(SEARCH):
+        search = _Search(study, proposer, progress, lambda: False, jobs.run_job)
+        return search.upcoming(most)
+
+
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Remember a keyboard interrupt: one raised inside a finaliser or a callback would be lost."""
@@ -163,6 +190,16 @@ class _Search:
                 return ending
             closings += 1
 
+    def upcoming(self, most: int) -> list[AuditRequest]:
+        if self._study.standings().get(self._study.root) is None:
+            return self._root_requests()
+        self._root_accepted()
+        self._settle()
+        if self._ending() is None:
+            return self._confirmation() or self._screens(most)
+        waiting = lineage.awaiting(self._study)
+        return (self._begun(waiting) or self._full(waiting[0])) if waiting else []
+
     def _close(self) -> bool:
         """Confirm the best candidate that waits for it, on top of the time to search; False if none waits."""
         waiting = lineage.awaiting(self._study)
@@ -199,9 +236,9 @@ class _Search:
 
     # Action
 
-    def _screens(self) -> list[AuditRequest]:
+    def _screens(self, most: int | None = None) -> list[AuditRequest]:
         """Pending screens, after asking the proposer for candidates if there are none."""
-        most = self._affordable()
+        most = self._affordable() if most is None else most
         waiting = self._pending(Level.SCREEN)
         if not waiting:
             self._proposer.observe(self._study)
@@ -245,13 +282,17 @@ class _Search:
     # Audit
 
     def _audit_root(self) -> None:
+        if self._study.standings().get(self._study.root) is None:
+            self._audit(self._root_requests(), self._study.budget.seconds_left)
+        self._root_accepted()
+
+    def _root_requests(self) -> list[AuditRequest]:
         study = self._study
-        root = study.standings().get(study.root)
-        if root is None:
-            study.store.request_audit(study.root, Level.SCREEN)
-            waiting = [each for each in self._pending(Level.SCREEN) if each.implementation == study.root]
-            self._audit(waiting, study.budget.seconds_left)
-            root = study.standings().get(study.root)
+        study.store.request_audit(study.root, Level.SCREEN)
+        return [each for each in self._pending(Level.SCREEN) if each.implementation == study.root]
+
+    def _root_accepted(self) -> None:
+        root = self._study.standings().get(self._study.root)
         if root is None:
             raise RuntimeError("the time ended before the root was audited: allow more minutes")
         if not root.accepted or not root.timed:

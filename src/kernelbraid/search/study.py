@@ -61,8 +61,9 @@ class Study:
         audits: int | None = None,
         patience: int = DEFAULT_PATIENCE,
         proposer: str = "knobs",
-        dtype: str = "float32",
+        dtype: str | None = None,
         seed: int = 0,
+        elsewhere: bool = False,
     ) -> Self:
         """Make a new study in `folder`, whole or not at all.
 
@@ -77,16 +78,19 @@ class Study:
             audits: candidates to audit; None for no limit.
             patience: audits without a promotion after which the search ends.
             proposer: `knobs`, or `external` where candidates come through `submit`.
-            dtype: one of the contract's.
+            dtype: one of the contract's; by default its first.
             seed: decides among edits that evidence does not tell apart.
+            elsewhere: audits run on another machine: the device need not be here.
 
         Raises:
             ValueError: an argument is out of its range, or the root is no implementation of the operator.
             RuntimeError: the folder cannot be written.
         """
-        require_device(device)
+        if not elsewhere:
+            require_device(device)
         operator = ops.get(operator, device) if isinstance(operator, str) else operator
         contract = operator.contract
+        dtype = contract.dtypes[0] if dtype is None else dtype
         if proposer not in PROPOSERS:
             raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
         if dtype not in contract.dtypes:

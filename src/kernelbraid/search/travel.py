@@ -1,0 +1,51 @@
+"""A study whose audits travel: what a search would audit next leaves as a job file, and evidence comes back.
+
+The machine that searches needs no device: export, run the job elsewhere, import its results, export again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kernelbraid.search import audits, loop
+from kernelbraid.search.proposers import Proposer
+from kernelbraid.search.proposers.external import External
+from kernelbraid.search.proposers.knobs import KnobProposer
+from kernelbraid.search.study import Study
+
+
+def proposer_of(study: Study) -> Proposer:
+    """Return the proposer that a study was made with."""
+    record = study.store.study
+    return External() if record.proposer == "external" else KnobProposer(record.seed)
+
+
+def export(
+    study: Study,
+    path: Path,
+    most: int | None = None,
+    *,
+    propose: bool = False,
+    progress: Callable[[loop.Progress], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Write pending audits into a job file, and return what was written, JSON-able.
+
+    Args:
+        study: an open study.
+        path: file to write.
+        most: audits at most; by default all that are pending, or a usual job's number where candidates are
+            proposed.
+        propose: go on as a search would: promote, confirm, propose candidates.
+        progress: told of decisions and proposals.
+
+    Raises:
+        ValueError: nothing is pending, or the search is at its end.
+        RuntimeError: the file cannot be written, or another process searches the study.
+    """
+    requests = None
+    if propose:
+        requests = loop.upcoming(study, proposer_of(study), most or loop.BATCH, progress)
+        if not requests:
+            raise ValueError(f"{study.folder} has nothing left to audit: its search is at its end")
+    written = audits.export(study, path, most, requests)
+    return {"study": str(study.folder), "job": str(path), "audits": written}
