@@ -141,6 +141,9 @@ def verify(
         typer.Option("--evidence", help="Check committed certificates and benchmarks; nothing is run."),
     ] = False,
     folder: Annotated[Path | None, typer.Option(help="Where committed evidence lives.")] = None,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Only run small programs under CUDA's compute-sanitizer.")
+    ] = False,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -152,6 +155,9 @@ def verify(
         document = listing.committed(folder)
         held = not document["mismatched"]
         show_ = table.committed
+    elif sanitize:
+        document = listing.sanitized(operators or [], device)
+        held, show_ = document["held"], table.sanitized
     elif case is not None:
         document = listing.one_case(case, device)
         held, show_ = document["held"], table.one_case

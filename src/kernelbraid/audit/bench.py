@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +143,15 @@ def _screened(run: SideBySide, workloads: Sequence[Workload]) -> bool:
     contract = operator.contract
     names = [axis.name for axis in contract.axes if axis.constant]
     held = True
-    for axes in {tuple((name, each.shape[name]) for name in names) for each in workloads}:
+    scopes = {tuple((name, each.shape[name]) for name in names) for each in workloads}
+    for axes, dtype in product(scopes, contract.dtypes):
         constant = {name: value for name, value in axes if isinstance(value, int)}
         with run.worker(source) as main, run.worker(source) as fresh:
             report = main.build(contract, constant)
             fresh.build()
             hands = Hands({"main": partial(_same, main), "fresh": partial(_same, fresh)})
             seed = secrets.randbits(31)
-            plan = Plan(
-                Level.SCREEN, (constant,), report.numerics, report.edges, contract.dtypes[0], seed, False
-            )
+            plan = Plan(Level.SCREEN, (constant,), report.numerics, report.edges, dtype, seed, False)
             held = held and all(verdict.held for verdict in check_all(operator, plan, hands))
     return held
 

@@ -1,15 +1,18 @@
 """Implementations and peers side by side: fresh processes, interleaved batches, the clock of audits."""
 
 import math
+import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kernelbraid import ops
 from kernelbraid.audit.environment import COLD_CACHES
-from kernelbraid.audit.measure import Contender, Rounds, repeat_by_twin
-from kernelbraid.audit.pools import Machine, Protocol, Sweep, timed_programs
+from kernelbraid.audit.measure import Contender, Rounds, call_seconds, repeat_by_twin
+from kernelbraid.audit.pools import Machine, Protocol, sweep_of, timed_programs
 from kernelbraid.audit.process import Limits, Worker
 from kernelbraid.contract import Source, Workload
 from kernelbraid.ir.evidence import Environment
@@ -60,7 +63,7 @@ class SideBySide:
         self.machine = Machine(environment.cache_bytes, environment.flops, environment.bandwidth)
         self.confirm = confirm
         self._peer_file = ops.source(operator, operator.peer_file)
-        self._sweep = Sweep(environment.cache_bytes)
+        self._sweep = sweep_of(operator.backend, environment.cache_bytes)
         self._scratch = scratch
 
     def worker(self, source: Source, entry_points: Sequence[str] | Mapping[str, str] = ()) -> Worker:
@@ -71,6 +74,7 @@ class SideBySide:
             scratch=self._scratch / "run",
             cache=self._scratch / "compiled",
             limits=LIMITS,
+            device=self.operator.backend,
         )
 
     def rows(
@@ -119,16 +123,14 @@ class SideBySide:
             yield Row(workload, protocol, ms, means, ours[index].bound_ms)
 
     def _estimate(self, workloads: Sequence[Workload]) -> Callable[[Workload], float]:
-        """Seconds of the first source's second call of each workload: compiled, and warm."""
-        once = timed_programs(self.operator, workloads, self.machine, lambda _: math.inf, protocol="warm")
+        """Seconds of the first source's call of each workload: compiled, and warm."""
         found: dict[Workload, float] = {}
         with self.worker(next(iter(self.sources.values()))) as worker:
             worker.build()
-            for program in once:
-                loaded = worker.load(program.program, program.inputs)
-                worker.run(loaded)
-                found[program.workload] = worker.run(loaded)
-                worker.drop(loaded)
+            for workload in workloads:
+                rng = np.random.default_rng(secrets.randbits(64))
+                program = self.operator.timed(workload, rng, 1, 0, contiguous=False)
+                found[workload] = call_seconds(worker, program)
         return found.__getitem__
 
     def _groups(self, workloads: Sequence[Workload]) -> Iterator[tuple[Workload, ...]]:

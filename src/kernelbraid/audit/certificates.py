@@ -79,7 +79,10 @@ def write_local(report: Report) -> Path:
 
 def local_certificate(operator: Operator) -> Certificate | None:
     """Return this machine's certificate, None unless it is for what is in use: source, contract, judge."""
-    environment = fingerprint(operator.backend, rates=False)
+    try:
+        environment = fingerprint(operator.backend, rates=False)
+    except ValueError:  # no such device here
+        return None
     path = certificate_path(operator.name, environment.architecture, environment.device)
     try:
         found = Certificate.loads(path.read_text(encoding="utf-8"))

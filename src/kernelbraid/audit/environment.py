@@ -114,7 +114,7 @@ def require_device(device: str) -> None:
     try:
         driver = Driver()
     except RuntimeError as error:
-        raise ValueError(f"device cuda: no NVIDIA GPU can be used here ({error}); choose cpu") from error
+        raise ValueError(f"device cuda: {error}; choose device cpu") from error
     if not torch_has_cuda():
         raise ValueError(f"device cuda: {driver.name()} is here, but torch was installed without CUDA")
 

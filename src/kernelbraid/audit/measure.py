@@ -15,11 +15,16 @@ from kernelbraid.audit.process import LoadedProgram, Worker, WorkerFailure
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ops.formats import bits_type, information, is_float
-from kernelbraid.ops.problem import Array
+from kernelbraid.ops.problem import Array, Program
 
 ROLES = ("root", "incumbent", "candidate")
 EMPTY_BATCHES = 5
 """Batches without a call; the shortest is what a request costs by itself."""
+ESTIMATES = 3
+"""Tries of the first estimate of a call's time; the shortest counts."""
+SHORT_SECONDS = 2e-3
+"""On a device with graphs, a shorter call is estimated again by `REPEATED` in one graph."""
+REPEATED = 64
 
 
 Clock = tuple[float, float]
@@ -297,6 +302,23 @@ def _half_the_digits(entry: _Entry, root: _Entry, index: int) -> None:
                 f"outputs of timed calls are {distance / max(norm, 1e-300):.1g} of their norm off the root's"
             )
             raise _rejection(entry, Status.INACCURATE, f"{reason} in {workload}")
+
+
+def call_seconds(worker: Worker, program: Program) -> float:
+    """Roughly the seconds of one call, from a program with a single one: fixes the calls of a batch.
+
+    Raises WorkerFailure.
+    """
+    loaded = worker.load(program)
+    seconds = min(worker.run(loaded) for _ in range(ESTIMATES))
+    worker.drop(loaded)
+    if worker.device == "cpu" or seconds > SHORT_SECONDS:
+        return seconds
+    loaded = worker.load(program, capture=REPEATED)
+    empty = min(worker.run(loaded, count=0) for _ in range(ESTIMATES))
+    batch = min(worker.run(loaded, REPEATED) for _ in range(ESTIMATES))
+    worker.drop(loaded)
+    return max(batch - empty, batch / 2) / REPEATED
 
 
 def repeat_by_twin(twin: Worker, blocks: Sequence[Block]) -> None:

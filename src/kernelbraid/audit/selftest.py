@@ -7,7 +7,6 @@ against itself in processes of their own, as a search and then its confirmation 
 promoted.
 """
 
-import math
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kernelbraid import ops
 from kernelbraid.audit.environment import fingerprint
 from kernelbraid.audit.fixtures import FIXTURES, Fixture
 from kernelbraid.audit.judge import Judge
-from kernelbraid.audit.measure import Contender, ContenderFailure, Rounds, TooSlow
+from kernelbraid.audit.measure import Contender, ContenderFailure, Rounds, TooSlow, call_seconds
 from kernelbraid.audit.orders import AuditJob, Candidate, harness_hash
-from kernelbraid.audit.pools import Machine, Sweep, TimedProgram, timed_programs
+from kernelbraid.audit.pools import Machine, TimedProgram, sweep_of, timed_programs
 from kernelbraid.audit.process import Limits, Worker
 from kernelbraid.audit.timing import Sequential, Step, totals
 from kernelbraid.contract import BitPolicy, Source, Workload
@@ -127,7 +128,7 @@ class _Selftest:
         self.workloads = cheapest(operator)
         self._scratch = scratch
         self._tell = progress
-        self._sweep = Sweep(self.environment.cache_bytes)
+        self._sweep = sweep_of(operator.backend, self.environment.cache_bytes)
 
     # ---- audits
 
@@ -217,14 +218,13 @@ class _Selftest:
 
     def _programs(self) -> tuple[TimedProgram, ...]:
         machine = Machine(self.environment.cache_bytes, self.environment.flops, self.environment.bandwidth)
-        once = timed_programs(self.operator, self.workloads, machine, lambda _: math.inf, protocol="warm")
         seconds: dict[Workload, float] = {}
         with self._worker() as worker:
             worker.build()
-            for program in once:
-                loaded = worker.load(program.program, program.inputs)
-                seconds[program.workload] = [worker.run(loaded) for _ in range(3)][-1]
-                worker.drop(loaded)
+            for workload in self.workloads:
+                rng = np.random.default_rng(secrets.randbits(64))
+                program = self.operator.timed(workload, rng, 1, 0, contiguous=False)
+                seconds[workload] = call_seconds(worker, program)
         return timed_programs(self.operator, self.workloads, machine, seconds.__getitem__)
 
     def _pair(self, programs: tuple[TimedProgram, ...], rule: Sequential, whole: bool) -> Pair | None:
@@ -258,6 +258,7 @@ class _Selftest:
             scratch=self._scratch / "run",
             cache=self._scratch / "compiled",
             limits=LIMITS,
+            device=self.operator.backend,
         )
 
 

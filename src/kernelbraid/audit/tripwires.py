@@ -11,33 +11,56 @@ from dataclasses import dataclass
 MOST_BYTES = 1 << 20
 """Length of a source."""
 
-MODULES = frozenset(
+_PLAIN_MODULES = frozenset(
     {
         "__future__",
         "collections",
         "collections.abc",
-        "concurrent",
-        "concurrent.futures",
         "contextlib",
         "dataclasses",
         "enum",
         "functools",
         "itertools",
-        "llvmlite",
-        "llvmlite.ir",
         "math",
-        "numba",
-        "numpy",
         "operator",
-        "os",
-        "threading",
         "typing",
     }
 )
-"""Modules an implementation may import; of `PACKAGES` also every submodule that is not closed."""
 
-PACKAGES = ("numba", "numpy")
-CLOSED = ("numba.cuda", "numba.pycc", "numpy.ctypeslib", "numpy.f2py", "numpy.testing", "numpy.distutils")
+MODULES = {
+    "cpu": _PLAIN_MODULES
+    | {"concurrent", "concurrent.futures", "llvmlite", "llvmlite.ir", "numba", "numpy", "os", "threading"},
+    "cuda": _PLAIN_MODULES | {"torch", "triton"},
+}
+"""Modules an implementation may import, by backend; of `PACKAGES` also every submodule that is not closed.
+
+Work on a GPU needs no thread: one could give the device more to do after its worker has answered.
+"""
+
+PACKAGES = {"cpu": ("numba", "numpy"), "cuda": ("triton",)}
+CLOSED = (
+    "numba.cuda",
+    "numba.pycc",
+    "numpy.ctypeslib",
+    "numpy.distutils",
+    "numpy.f2py",
+    "numpy.testing",
+    "triton._C",
+    "triton._filecheck",
+    "triton._internal_testing",
+    "triton.backends",
+    "triton.compiler",
+    "triton.errors",
+    "triton.instrumentation",
+    "triton.knobs",
+    "triton.profiler",
+    "triton.runtime",
+    "triton.testing",
+    "triton.tools.build_extern",
+    "triton.tools.compile",
+    "triton.tools.disasm",
+    "triton.tools.link",
+)
 
 OS_NAMES = frozenset({"cpu_count", "getpid", "register_at_fork", "sched_getaffinity"})
 """What an implementation may use of `os`."""
@@ -64,14 +87,13 @@ NAMES = frozenset(
 )
 """Built-in names that reach around the language."""
 
-ATTRIBUTES = frozenset(
+_EVERYWHERE = frozenset(
     {
         "DataSource",
         "ProcessPoolExecutor",
         "binding",
         "co_code",
         "ctypeslib",
-        "cuda",
         "f_back",
         "f_builtins",
         "f_globals",
@@ -93,10 +115,44 @@ ATTRIBUTES = frozenset(
         "writeable",
     }
 )
-"""Attributes that read or write files, frames or modules, or lift the protection of an input."""
+ATTRIBUTES = {
+    "cpu": _EVERYWHERE | {"cuda"},
+    "cuda": _EVERYWHERE
+    | {
+        "CUDAGraph",
+        "CUDAPluggableAllocator",
+        "MemPool",
+        "UntypedStorage",
+        "backends",
+        "classes",
+        "compiler",
+        "cudart",
+        "distributed",
+        "from_file",
+        "graphs",
+        "hub",
+        "knobs",
+        "memory",
+        "multiprocessing",
+        "ops",
+        "package",
+        "runtime",
+        "serialization",
+        "set_per_process_memory_fraction",
+        "share_memory_",
+        "storage",
+        "testing",
+        "untyped_storage",
+        "utils",
+    },
+}
+"""Attributes that read or write files, frames or modules, or lift the protection of an input, by backend."""
 
 FILES = frozenset({"load", "save"})
-"""Functions of numpy that touch files and share their names with harmless methods."""
+"""Functions of numpy and torch that touch files and share their names with harmless methods."""
+
+LIBRARIES = frozenset({"numpy", "torch", "triton"})
+"""Their attributes may not be replaced; of torch and triton none that is private may be used."""
 
 OPERATORS = frozenset(
     f"__{prefix}{name}__"
@@ -145,8 +201,12 @@ class Finding:
         return f"line {self.line}: {self.what}"
 
 
-def scan(text: str) -> tuple[Finding, ...]:
+def scan(text: str, backend: str = "cpu") -> tuple[Finding, ...]:
     """List what a source uses that implementations may not, in the order of its lines.
+
+    Args:
+        text: the source.
+        backend: `cpu` or `cuda`.
 
     Raises:
         SyntaxError: the text is not Python.
@@ -158,73 +218,111 @@ def scan(text: str) -> tuple[Finding, ...]:
         tree = ast.parse(text)
     except RecursionError as error:
         raise ValueError("the source is nested too deeply") from error
-    found = [finding for node in ast.walk(tree) for finding in _look(node)]
+    look = _Look(backend, _libraries(tree))
+    found = [finding for node in ast.walk(tree) for finding in look.at(node)]
     return tuple(sorted(set(found), key=lambda finding: (finding.line, finding.what)))
 
 
-def _look(node: ast.AST) -> Iterator[Finding]:
-    line = getattr(node, "lineno", 0)
-    match node:
-        case ast.Import(names=names):
-            for alias in names:
-                yield from _module(line, alias.name)
-                if alias.name == "os" and alias.asname:
-                    yield Finding(line, "os under another name")
-        case ast.ImportFrom(module=module, names=names, level=level):
-            yield from _import_from(line, module or "", [alias.name for alias in names], level)
-        case ast.Name(id=name):
-            if name in NAMES or (_dunder(name) and name not in DUNDERS):
-                yield Finding(line, f"the name {name}")
-        case ast.Attribute(value=ast.Name(id="os"), attr=attribute):
-            if attribute not in OS_NAMES:
-                yield Finding(line, f"os.{attribute}")
-        case ast.Attribute(value=ast.Name(id="np" | "numpy"), attr=attribute) if attribute in FILES:
-            yield Finding(line, f"numpy.{attribute}")
-        case ast.Attribute(attr=attribute):
-            if attribute in ATTRIBUTES or (_dunder(attribute) and attribute not in DUNDERS):
-                yield Finding(line, f"the attribute {attribute}")
-        case ast.Call(func=ast.Name(id="getattr"), args=arguments):
-            yield from _getattr(line, arguments)
-        case ast.Call(keywords=keywords):
-            for keyword in keywords:
-                if keyword.arg == "forceobj":
-                    yield Finding(line, "object mode")
-        case _:
+def _libraries(tree: ast.AST) -> dict[str, str]:
+    """Names by which a source knows modules of libraries."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: node.module.partition(".")[0] for alias in node.names}
+    return {name: library for name, library in names.items() if library in LIBRARIES}
+
+
+class _Look:
+    """Looks at one node of a source after the other."""
+
+    def __init__(self, backend: str, libraries: dict[str, str]) -> None:
+        self._backend = backend
+        self._attributes = ATTRIBUTES[backend]
+        self._libraries = libraries
+
+    def at(self, node: ast.AST) -> Iterator[Finding]:
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    yield from self._module(line, alias.name)
+                    if alias.name in ("os", "torch") and alias.asname:
+                        yield Finding(line, f"{alias.name} under another name")
+            case ast.ImportFrom(module=module, names=names, level=level):
+                yield from self._import_from(line, module or "", [alias.name for alias in names], level)
+            case ast.Name(id=name):
+                if name in NAMES or (_dunder(name) and name not in DUNDERS):
+                    yield Finding(line, f"the name {name}")
+            case ast.Attribute():
+                yield from self._attribute(line, node)
+            case ast.Call(func=ast.Name(id="getattr"), args=arguments):
+                yield from self._getattr(line, arguments)
+            case ast.Call(keywords=keywords):
+                for keyword in keywords:
+                    if keyword.arg == "forceobj":
+                        yield Finding(line, "object mode")
+            case _:
+                return
+
+    def _attribute(self, line: int, node: ast.Attribute) -> Iterator[Finding]:
+        root, name = _root(node), node.attr
+        library = self._libraries.get(root)
+        if isinstance(node.value, ast.Name) and root == "os":
+            if name not in OS_NAMES:
+                yield Finding(line, f"os.{name}")
+        elif isinstance(node.value, ast.Name) and root in ("np", "numpy", "torch") and name in FILES:
+            yield Finding(line, f"{'numpy' if root == 'np' else root}.{name}")
+        elif name in self._attributes or (_dunder(name) and name not in DUNDERS):
+            yield Finding(line, f"the attribute {name}")
+        elif library is not None and not isinstance(node.ctx, ast.Load):
+            yield Finding(line, f"replaces {name} of {library}")
+        elif library in ("torch", "triton") and name.startswith("_"):
+            yield Finding(line, f"{name} of {library}")
+
+    def _module(self, line: int, name: str) -> Iterator[Finding]:
+        known = name in MODULES[self._backend] or name.partition(".")[0] in PACKAGES[self._backend]
+        if not known or any(name == closed or name.startswith(f"{closed}.") for closed in CLOSED):
+            yield Finding(line, f"import of {name}")
+
+    def _import_from(self, line: int, module: str, names: list[str], level: int) -> Iterator[Finding]:
+        if level:
+            yield Finding(line, "a relative import")
             return
+        yield from self._module(line, module)
+        top = module.partition(".")[0]
+        for name in names:
+            if name == "*":
+                yield Finding(line, f"import of everything in {module}")
+            elif module == "os" and name not in OS_NAMES:
+                yield Finding(line, f"os.{name}")
+            elif (
+                name in self._attributes or name in FILES or f"{module}.{name}" in CLOSED or _dunder(name)
+            ) or (top in ("torch", "triton") and name.startswith("_")):
+                yield Finding(line, f"{name} of {module}")
+
+    def _getattr(self, line: int, arguments: list[ast.expr]) -> Iterator[Finding]:
+        """`getattr` may name an attribute that one may also write out; anything computed hides its target.
+
+        Except on an LLVM builder, whose instructions code that writes code picks by name.
+        """
+        if arguments and ast.unparse(arguments[0]).split(".")[-1] == "builder":
+            return
+        name = arguments[1] if len(arguments) > 1 else None
+        if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+            yield Finding(line, "getattr with a computed name")
+        elif name.value in self._attributes or _dunder(name.value):
+            yield Finding(line, f"getattr of {name.value}")
 
 
-def _module(line: int, name: str) -> Iterator[Finding]:
-    known = name in MODULES or name.partition(".")[0] in PACKAGES
-    if not known or any(name == closed or name.startswith(f"{closed}.") for closed in CLOSED):
-        yield Finding(line, f"import of {name}")
-
-
-def _import_from(line: int, module: str, names: list[str], level: int) -> Iterator[Finding]:
-    if level:
-        yield Finding(line, "a relative import")
-        return
-    yield from _module(line, module)
-    for name in names:
-        if name == "*":
-            yield Finding(line, f"import of everything in {module}")
-        elif module == "os" and name not in OS_NAMES:
-            yield Finding(line, f"os.{name}")
-        elif name in ATTRIBUTES or name in FILES or f"{module}.{name}" in CLOSED or _dunder(name):
-            yield Finding(line, f"{name} of {module}")
-
-
-def _getattr(line: int, arguments: list[ast.expr]) -> Iterator[Finding]:
-    """`getattr` may name an attribute that one may also write out; anything computed hides its target.
-
-    Except on an LLVM builder, whose instructions code that writes code picks by name.
-    """
-    if arguments and ast.unparse(arguments[0]).split(".")[-1] == "builder":
-        return
-    name = arguments[1] if len(arguments) > 1 else None
-    if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
-        yield Finding(line, "getattr with a computed name")
-    elif name.value in ATTRIBUTES or _dunder(name.value):
-        yield Finding(line, f"getattr of {name.value}")
+def _root(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with; empty where it begins otherwise."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _dunder(name: str) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,14 @@ def verify(
     found: dict[str, Verdict] = {}
     bits_ids: list[tuple[str, str]] = []
     untested: dict[str, str] = {}
-    scopes = scopes_of(operator)
+    scopes = list(product(scopes_of(operator), operator.contract.dtypes))
     with _Bench(operator, environment.architecture) as bench:
-        for number, axes in enumerate(scopes):
-            main = bench.built(source, axes)
-            root, reason = bench.agreeing(against, main, axes)
-            fresh = bench.fresh(source, axes)
-            bits_ids.append((_scope_text(operator, axes), main.bits_id))
-            plan = _plan(operator, level, axes, main, seed, root is not None)
+        for number, (axes, dtype) in enumerate(scopes):
+            main = bench.built(source, axes, dtype)
+            root, reason = bench.agreeing(against, main, axes, dtype)
+            fresh = bench.fresh(source, axes, dtype)
+            bits_ids.append((_scope_text(operator, axes, dtype), main.bits_id))
+            plan = _plan(level, axes, dtype, main, seed, root is not None)
             hands = Hands(_processes(main, fresh, root))
             wanted = [r for r in operator.contract.requirements if not vacuous(r, plan)]
             for missing in operator.contract.requirements:
@@ -174,9 +175,9 @@ def verify(
             for done, verdict in enumerate(_verdicts(operator, plan, hands, wanted)):
                 found[verdict.requirement] = together(found.get(verdict.requirement), verdict)
                 fraction = (number + (done + 1) / len(wanted)) / len(scopes)
-                progress(f"{_scope_text(operator, axes)}: {verdict.requirement}", fraction)
+                progress(f"{_scope_text(operator, axes, dtype)}: {verdict.requirement}", fraction)
             fresh.worker.kill()
-        specialisations = bench.built(source, scopes[0]).worker.specialisations()
+        specialisations = bench.built(source, *scopes[0]).worker.specialisations()
     return Report(
         operator=operator,
         source=source,
@@ -206,13 +207,13 @@ def verify_case(
     source = source or in_use(operator)
     axes = plan.constant_axes[0]
     with _Bench(operator, environment.architecture) as bench:
-        main = bench.built(source, axes)
+        main = bench.built(source, axes, plan.dtype)
         root: Built | None = None
         if case.right is not None and case.right.process == "root":
-            root, reason = bench.agreeing(second_implementation(operator), main, axes)
+            root, reason = bench.agreeing(second_implementation(operator), main, axes, plan.dtype)
             if root is None:
                 raise ValueError(f"{case_id} cannot be run: {reason}")
-        hands = Hands(_processes(main, bench.fresh(source, axes), root))
+        hands = Hands(_processes(main, bench.fresh(source, axes, plan.dtype), root))
         with _named(case_id):
             return case, run_case(operator, case, Memory(operator, hands))
 
@@ -249,23 +250,23 @@ class _Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def built(self, source: Source, axes: Mapping[str, int]) -> Built:
+    def built(self, source: Source, axes: Mapping[str, int], dtype: str) -> Built:
         """A source in a process that it keeps, built for these axes."""
         if source.sha256 not in self._workers:
             self._workers[source.sha256] = self._start(source)
-        return self._build(self._workers[source.sha256], axes)
+        return self._build(self._workers[source.sha256], axes, dtype)
 
-    def fresh(self, source: Source, axes: Mapping[str, int]) -> Built:
+    def fresh(self, source: Source, axes: Mapping[str, int], dtype: str) -> Built:
         """A source in a new process."""
-        return self._build(self._start(source), axes)
+        return self._build(self._start(source), axes, dtype)
 
     def agreeing(
-        self, against: Source | None, main: Built, axes: Mapping[str, int]
+        self, against: Source | None, main: Built, axes: Mapping[str, int], dtype: str
     ) -> tuple[Built | None, str]:
         """The second implementation with the first one's numerics, or None and the reason."""
         if against is None:
             return None, "there is no second implementation"
-        other = self.built(with_numerics(against, main.numerics), axes)
+        other = self.built(with_numerics(against, main.numerics), axes, dtype)
         if other.bits_id != main.bits_id:
             return None, f"{against.label or against.short} has other numerics"
         return other, ""
@@ -273,13 +274,19 @@ class _Bench:
     def _start(self, source: Source) -> Worker:
         entry_points = self._operator.entry_points
         compiled = installed.home() / "compiled"
-        worker = Worker(source, entry_points, scratch=self._scratch, cache=compiled, limits=LIMITS)
+        worker = Worker(
+            source,
+            entry_points,
+            scratch=self._scratch,
+            cache=compiled,
+            limits=LIMITS,
+            device=self._operator.backend,
+        )
         self._stack.callback(worker.kill)
         return worker
 
-    def _build(self, worker: Worker, axes: Mapping[str, int]) -> Built:
+    def _build(self, worker: Worker, axes: Mapping[str, int], dtype: str) -> Built:
         try:
-            dtype = self._operator.contract.dtypes[0]
             return build(worker, self._operator, (axes,), dtype, self._architecture)
         except WorkerFailure as failure:
             name = worker.source.label or worker.source.short
@@ -297,9 +304,9 @@ def _processes(main: Built, fresh: Built, root: Built | None) -> dict[Process, C
 
 
 def _plan(
-    operator: Operator, level: Level, axes: dict[str, int], main: Built, seed: int, root_agrees: bool
+    level: Level, axes: dict[str, int], dtype: str, main: Built, seed: int, root_agrees: bool
 ) -> Plan:
-    dtype, report = operator.contract.dtypes[0], main.reports[0]
+    report = main.reports[0]
     return Plan(level, (axes,), report.numerics, report.edges, dtype, seed, root_agrees)
 
 
@@ -321,6 +328,6 @@ def _named(what: str) -> Iterator[None]:
         raise RuntimeError(f"{failure.reason}, in a check of {what}") from failure
 
 
-def _scope_text(operator: Operator, axes: Mapping[str, int]) -> str:
+def _scope_text(operator: Operator, axes: Mapping[str, int], dtype: str) -> str:
     constant = ",".join(f"{a.name}={axes[a.name]}" for a in operator.contract.axes if a.constant)
-    return f"{constant},{operator.contract.dtypes[0]}"
+    return f"{constant},{dtype}"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kernelbraid import ops
-from kernelbraid.audit import certificates, verify
-from kernelbraid.audit.environment import fingerprint, gpus
+from kernelbraid.audit import certificates, sanitize, verify
+from kernelbraid.audit.environment import fingerprint, gpus, require_device
 from kernelbraid.ir.evidence import Level
 from kernelbraid.ops import installed
 from kernelbraid.ops.problem import Operator
@@ -102,6 +102,14 @@ def verified(
         "comparisons": sum(each["comparisons"] for each in found),
         "unequal": sum(each["unequal"] for each in found),
     }
+
+
+def sanitized(names: Sequence[str], device: str) -> dict[str, Any]:
+    """Run small programs of operators, all if none is named, under CUDA's compute-sanitizer."""
+    require_device(device)
+    wanted = names or [each.name for each in ops.OPERATORS if each.backend == device]
+    found = [sanitize.sanitize(ops.get(name, device)) for name in wanted]
+    return {"operators": found, "held": all(each["held"] for each in found)}
 
 
 def one_case(case_id: str, device: str) -> dict[str, Any]:

@@ -173,6 +173,13 @@ def one_case(console: Console, document: Document) -> None:
         line(console, failure(document))
 
 
+def sanitized(console: Console, document: Mapping[str, Any]) -> None:
+    """What compute-sanitizer found in each operator, by checker."""
+    for found in document["operators"]:
+        results = {each["checker"]: each["output"] or "found nothing" for each in found["checkers"]}
+        facts(console, found["operator"], results)
+
+
 def committed(console: Console, document: Document) -> None:
     """What became of committed certificates and benchmarks."""
     for problem in document["problems"]:
