@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "kernelbraid"
 MAX_LINES = 600
+MAX_LINES_OF_A_WHOLE_IMPLEMENTATION = 800
 
 MAY_IMPORT = {
     "contract": set(),
@@ -91,7 +92,8 @@ def test_every_folder_has_a_rule() -> None:
 def test_no_source_is_too_long(path: Path) -> None:
     if path.name.startswith("gpu"):
         return
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+    whole = path.name == "cpu.py" and path.parent.parent == SRC / "ops"
+    assert len(path.read_text().splitlines()) <= (MAX_LINES_OF_A_WHOLE_IMPLEMENTATION if whole else MAX_LINES)
 
 
 def test_banned_names() -> None:

@@ -1,4 +1,4 @@
-"""Unified causal attention on the CPU: prefill, chunked prefill, decode and packed update.
+"""Unified causal attention on the CPU: prefill, chunked prefill, decode, packed update and its gradients.
 
     O[t, h]   = sum_j softmax_j(c * q[t, h] . k[j, g]) * v[j, g]        g = h // group, j = 0 .. position of t
     LSE[h, t] = log sum_j exp(c * q[t, h] . k[j, g])
@@ -7,8 +7,8 @@ The order of every sum is README.md's. No schedule can change it: vectors run ac
 of the scores, 16 columns of the output), never along one. A task is a tile of query rows, some KV heads and
 some chunks of one request; threads take tasks from one counter. Of each block of keys a task transposes K
 once for all its rows, then takes up to ROWS rows (query rows times heads of the group) at a time: their
-scores and outputs stay in vector registers. Inner loops are written as vector instructions, twice as fast as
-compiled scalar loops.
+scores and outputs stay in vector registers. Gradients add up in blocks of TILE queries and TILE keys, by the
+same products. Inner loops are written as vector instructions, twice as fast as compiled scalar loops.
 """
 
 import math
@@ -27,6 +27,7 @@ EXP2_DEGREE = 6
 ROWS = 6
 TILE_ROWS = 192
 TASKS = 16
+GRADIENT_ROWS = 256
 THREAD_COST = 8000
 
 KNOBS = {
@@ -36,6 +37,7 @@ KNOBS = {
     "ROWS": ("schedule", (2, 4, 6)),
     "TILE_ROWS": ("schedule", (48, 96, 192, 384)),
     "TASKS": ("schedule", (1, 4, 8, 16, 32, 64)),
+    "GRADIENT_ROWS": ("schedule", (64, 128, 256, 512, 1024)),
     "THREAD_COST": ("schedule", (1000, 4000, 8000, 16000, 64000)),
 }
 
@@ -46,7 +48,9 @@ EXP2 = {
     7: "1p0 1.62e430p-1 1.ebfbe0p-3 1.c6b056p-5 1.3b2a1cp-7 1.5dc052p-10 1.443f96p-13 1.c047dap-17",
 }
 LOG2, LN2 = "1.715476p1 1.ec709ep-1 1.2776c6p-1 1.a61762p-2 1.484b14p-2", float.fromhex("1.62e43p-1")
+LOG2E = math.log2(math.e)
 
+CHOSEN = {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS, "GRADIENT_ROWS": GRADIENT_ROWS}
 LANES, TILE = 16, 64  # numbers of a vector; columns of a register tile, four vectors
 WIDTH = max(KEY_BLOCK, TILE)  # of a row of scores, and of transposed keys
 # A row's running state: its maximum and what rescales its accumulator (one cache line), its lanes (one), its
@@ -118,7 +122,7 @@ class Value:
 
     def fma(self, factor, x):
         """self * factor + x, rounded once."""
-        return self.call("llvm.fma.v16f32", VECTOR, factor, x)
+        return self.call("llvm.fma.f32" if self.kind == F32 else "llvm.fma.v16f32", self.kind, factor, x)
 
     def larger(self, x):
         """self > x ? self : x, so that a NaN gives x."""
@@ -195,11 +199,14 @@ def repeat(count, step, body, carried=()):
     return outside
 
 
-@machine
-def emit_products(rows, a_table, a_add, b_table, b_add, c, c_bytes, columns, depth, factor, factor_bytes):
+def products(
+    apart, rows, a_table, a_add, a_step, b_table, b_add, c, c_bytes, columns, depth, factor, factor_bytes
+):  # fmt: skip
     """c = c * factor + a @ b for up to ROWS rows, in tiles of TILE columns that stay in registers.
 
-    Tables hold the addresses of rows. A factor (one a row) below zero means zero, whatever c is.
+    The sums go on from c * factor, or, apart, start at zero and are added to c at the end. Tables hold the
+    addresses of rows; a's numbers lie a_step bytes apart. A factor (one a row) below zero means zero,
+    whatever c is.
     """
     b, vectors = rows.builder, TILE // LANES
 
@@ -211,15 +218,16 @@ def emit_products(rows, a_table, a_add, b_table, b_add, c, c_bytes, columns, dep
             places = [c + c_bytes * r + column * 4 + 64 * n for r in range(tall) for n in range(vectors)]
             before = [place.load() * factors[i // vectors] for i, place in enumerate(places)]
             before = [factors[i // vectors].pick("<", 0, 0, x) for i, x in enumerate(before)]
+            zeros = [Value(b, VECTOR([0.0] * LANES)) for _ in places]
 
             def step(j, *sums):
                 b_row = (b_table + j * 8).load(I64) + b_add + column * 4
                 parts = [(b_row + 64 * n).load() for n in range(vectors)]
-                weights = [(a_row + j * 4).load(F32).spread() for a_row in a_rows]
+                weights = [(a_row + j * a_step).load(F32).spread() for a_row in a_rows]
                 return [weights[i // vectors].fma(parts[i % vectors], x) for i, x in enumerate(sums)]
 
-            for place, x in zip(places, repeat(depth, 1, step, before), strict=True):
-                place.store(x)
+            for place, x in zip(places, repeat(depth, 1, step, zeros if apart else before), strict=True):
+                place.store(place.load() + x if apart else x)
 
         repeat(columns, TILE, tile)
 
@@ -232,6 +240,10 @@ def emit_products(rows, a_table, a_add, b_table, b_add, c, c_bytes, columns, dep
         case(count)
         b.branch(done)
     b.position_at_end(done)
+
+
+emit_products = machine(lambda *operands: products(False, *operands))
+emit_sums = machine(lambda *operands: products(True, *operands))
 
 
 @machine
@@ -284,6 +296,38 @@ def emit_results(total, columns, out, lse):
 
     repeat(columns * 4, 64, lambda n: (out + n).store(((total + COLUMNS + n).load() / L + 0).canonical()))
     lse.store(((M + L.log2()) * LN2).canonical().emit("extract_element", I32(0)))
+
+
+@machine
+def emit_delta(out, dout, columns, delta):
+    """Store a row's delta = sum O * dO."""
+    zero = Value(out.builder, F32(0))
+    (x,) = repeat(columns * 4, 4, lambda d, x: [(out + d).load(F32).fma((dout + d).load(F32), x)], [zero])
+    delta.store(x)
+
+
+@machine
+def emit_gradients(rows, s, t, edges, scale):
+    """Turn rows of scores and of dP into P and dS; edges hold -LSE log2 e and delta of each row."""
+    scales = scale.load(F32).spread()
+
+    def row(r):
+        shift, delta = ((edges + r * 8 + n).load(F32).spread() for n in (0, 4))
+        for n in range(0, 4 * TILE, 64):
+            p_place, ds_place = (x + r * (4 * WIDTH) + n for x in (s, t))
+            x = p_place.load().fma(scales, shift)
+            p = x.pick(">", 0, 0, x).exp2()
+            p_place.store(p)
+            ds_place.store(p * (ds_place.load() - delta))
+
+    repeat(rows, 1, row)
+
+
+@machine
+def emit_scaled(row, columns, factor):
+    """Multiply a row of finished sums by a factor."""
+    scale = factor.load(F32).spread()
+    repeat(columns * 4, 64, lambda n: (row + n).store(((row + n).load() * scale + 0).canonical()))
 
 
 @machine
@@ -374,7 +418,7 @@ def see_block(row, end, start, state, scores, tables, v_rows, v_offset, factors)
             rows = (end - row + 1) // 2  # two equal steps are faster than a full one and a narrow one
         width = min(KEY_BLOCK, sees[row + rows - 1] - start)
         q_rows, own = address(tables[QUERIES_AT]) + 8 * row, address(state) + row * state_bytes
-        emit_products((rows, q_rows, 0, k_rows, 0, x, 4 * WIDTH, width, columns, nothing, 0))
+        emit_products((rows, q_rows, 0, 4, k_rows, 0, x, 4 * WIDTH, width, columns, nothing, 0))
         for later in range(rows):
             for j in range(max(0, sees[row + later] - start), KEY_BLOCK):
                 scores[later, j] = -np.inf  # a key that the row does not see
@@ -384,7 +428,7 @@ def see_block(row, end, start, state, scores, tables, v_rows, v_offset, factors)
         for later in range(rows):
             visible = max(0, min(KEY_BLOCK, sees[row + later] - start))
             if later == 0 or visible > seen:
-                weights = (rows - later, x_rows + 8 * later, 4 * seen, v_rows + 8 * seen, v_offset)
+                weights = (rows - later, x_rows + 8 * later, 4 * seen, 4, v_rows + 8 * seen, v_offset)
                 result = (own + later * state_bytes + COLUMNS, state_bytes, columns, visible - seen)
                 factor = (one, 0) if later else (own + FACTOR, state_bytes)
                 emit_products((*weights, *result, *factor))
@@ -467,6 +511,96 @@ def attend(inputs, work, out, lse):
         fetch_add(address(counters) + 16)
 
 
+@inner
+def add_products(rows, a_rows, a_add, a_step, b_rows, c, c_bytes, columns, depth, one, triangle):
+    """c += a @ b; of row r only the first r + 1 numbers count (triangle -1), or those from r on (1)."""
+    step = ROWS if triangle == 0 else 1
+    for r in range(0, rows, step):
+        skip, stop = (r if triangle > 0 else 0), (r + 1 if triangle < 0 else depth)
+        a = (min(step, rows - r), a_rows + 8 * r, a_add + skip * a_step, a_step)
+        emit_sums((*a, b_rows + 8 * skip, 0, c + r * c_bytes, c_bytes, columns, stop - skip, one, 0))
+
+
+@entry
+def row_edges(out, lse, dout, edges):
+    for h in range(out.shape[1]):
+        for t in range(out.shape[0]):
+            edges[h, t, 0] = -(np.float64(lse[h, t]) * LOG2E)
+            emit_delta((address(out[t, h]), address(dout[t, h]), out.shape[2], address(edges[h, t, 1:])))
+
+
+@entry
+def differentiate(inputs, work, dq, dk, dv):
+    """Take tasks until none is left; False if this thread drops denormal numbers.
+
+    A task is a KV head and rows first .. end - 1 of a sequence, and which gradients of theirs are wanted: of
+    the keys over all queries, of the queries over all keys, or, for all rows at once, both.
+    """
+    q, k, v, dout, edges, cu, numbers = inputs
+    tasks, counters, scratches, probe = work
+    if probe[0] * probe[1] * probe[2] != probe[1]:
+        return False
+    columns, group, width = q.shape[2], q.shape[1] // k.shape[1], 4 * WIDTH
+    one, scale = address(numbers), address(numbers) + 4
+    nothing, factor = one + 8, one + 12
+    scratch = scratches[fetch_add(address(counters) + 8)]
+    lines = address(scratch) + -address(scratch) % 64 + width * np.arange(2 * (TILE + columns))
+    s, t, k_tile, v_tile = lines[0], lines[TILE], lines[2 * TILE], lines[2 * TILE + columns]
+    s_columns = s + 4 * np.arange(TILE)
+    while True:
+        taken = fetch_add(address(counters))
+        if taken >= len(tasks):
+            return True
+        b, g, first, end, of_keys, of_queries = tasks[taken]
+        origin, length = cu[b], cu[b + 1] - cu[b]
+        heads, mine = range(g * group, (g + 1) * group), range(origin + first, origin + end)
+        for x in mine:
+            if of_keys:
+                dk[x, g], dv[x, g] = 0, 0
+            if of_queries:
+                dq[x, g * group : (g + 1) * group] = 0
+        rows_at = np.minimum(np.arange(length + TILE), length - 1)
+        k_rows, v_rows = k.strides[0] * rows_at, v.strides[0] * rows_at
+        k_rows += address(k[origin, g])
+        v_rows += address(v[origin, g])
+        for h in heads:
+            q_rows, do_rows = q.strides[0] * rows_at, dout.strides[0] * rows_at
+            q_rows += address(q[origin, h])
+            do_rows += address(dout[origin, h])
+            for start in range(first if of_keys else 0, end, TILE):
+                count, keys = min(TILE, end - start), address(k_rows) + 8 * start
+                values = address(v_rows) + 8 * start
+                emit_transpose((count, columns, keys, 0, k_tile, keys, 0, values, 0))
+                emit_transpose((count, columns, values, 0, v_tile, keys, 0, values, 0))
+                for row in range(max(start, first), end if of_queries else length, TILE):
+                    rows = min(TILE, (end if of_queries else length) - row)
+                    queries, douts = address(q_rows) + 8 * row, address(do_rows) + 8 * row
+                    table = address(lines) + 16 * TILE  # of the transposed keys, then values
+                    for i in range(0, rows, ROWS):
+                        few, product = min(ROWS, rows - i), (width, TILE, columns, nothing, 0)
+                        emit_products((few, queries + 8 * i, 0, 4, table, 0, s + i * width, *product))
+                        other = table + 8 * columns
+                        emit_products((few, douts + 8 * i, 0, 4, other, 0, t + i * width, *product))
+                    emit_gradients((rows, s, t, address(edges[h, origin + row]), scale))
+                    crossed = 1 if row == start else 0  # by the diagonal
+                    if of_queries:
+                        sums = (address(dq[origin + row, h]), dq.strides[0], columns, count, one)
+                        add_products(rows, address(lines) + 8 * TILE, 0, 4, keys, *sums, -crossed)
+                    if of_keys:
+                        sums = (address(dv[origin + start, g]), dv.strides[0], columns, rows, one)
+                        add_products(count, address(s_columns), 0, width, douts, *sums, crossed)
+                        sums = (address(dk[origin + start, g]), dk.strides[0], columns, rows, one)
+                        add_products(count, address(s_columns), t - s, width, queries, *sums, crossed)
+        for x in mine:
+            if of_keys:
+                emit_scaled((address(dk[x, g]), columns, factor))
+                emit_scaled((address(dv[x, g]), columns, one))
+            if of_queries:
+                for h in heads:
+                    emit_scaled((address(dq[x, h]), columns, factor))
+        fetch_add(address(counters) + 16)
+
+
 @entry
 def plan(cu, lengths, kv_heads, group, tile, heads, apart):
     """List tasks and their costs; return also the most rows of a task, split tiles and their partial rows.
@@ -519,7 +653,11 @@ FLOATS, PAGES = (types.Array(float32, rank, "A", readonly=True) for rank in (3, 
 LSE, OUT, CACHE = (types.Array(float32, rank, "A") for rank in (2, 3, 4))
 INPUTS = types.Tuple((FLOATS, PAGES, PAGES, TABLE, LENGTHS, LENGTHS, LENGTHS, float32))
 WORK = types.Tuple((int64[:, ::1], int64[::1], int64[::1], float32[:, ::1], float32[:, ::1], float32[::1]))
+SUMMED = types.Tuple((FLOATS, FLOATS, FLOATS, FLOATS, float32[:, :, ::1], LENGTHS, float32[::1]))
+SUMMING = types.Tuple((int64[:, ::1], int64[::1], float32[:, ::1], float32[::1]))
 UNCOMPILED = {
+    row_edges: (FLOATS, types.Array(float32, 2, "A", readonly=True), FLOATS, float32[:, :, ::1]),
+    differentiate: (SUMMED, SUMMING, OUT, OUT, OUT),
     attend: (INPUTS, WORK, OUT, LSE),
     plan: (LENGTHS, LENGTHS, int64, int64, int64, int64, int64),
     write_rows: (FLOATS, FLOATS, CACHE, CACHE, TABLE, LENGTHS, LENGTHS),
@@ -541,27 +679,32 @@ def run(q, k, v, table, slots, cu, lengths, load, scale, out, lse):
     (_, query_heads, columns), kv_heads, words = q.shape, k.shape[2], COLUMNS // 4 + q.shape[2]
     assert columns % TILE == 0, f"head_dim must be a multiple of {TILE}"
     axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(lengths), **load}
-    heads, chosen = (
-        (kv_heads, query_heads // kv_heads),
-        schedule(axes, {"TILE_ROWS": TILE_ROWS, "TASKS": TASKS}),
-    )
-    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, *heads, *chosen.values())
-    processors = len(os.sched_getaffinity(0))
-    threads = max(1, min(processors, len(tasks), costs.sum() * columns // TILE // THREAD_COST))
+    chosen, group = schedule(axes, CHOSEN), query_heads // kv_heads
+    tiles = (chosen["tile"], chosen["heads"], chosen["apart"])
+    tasks, costs, largest, split, partial_rows = compiled(plan)(cu, lengths, kv_heads, group, *tiles)
+    threads = thread_count(len(tasks), costs.sum() * columns)
     scratches = np.zeros((threads, WIDTH * (ROWS + columns) + 2 * largest * words + 2 * LANES), np.float32)
     partials = np.empty((partial_rows, words), np.float32)
     counters = np.zeros(3 + split, np.int64)  # tasks taken, scratches taken, tasks done; chunks done by tile
-    inputs = (q, k, v, table, slots, cu, lengths, np.float32(float(scale) * math.log2(math.e)))
+    inputs = (q, k, v, table, slots, cu, lengths, np.float32(float(scale) * LOG2E))
     work = (tasks, np.argsort(-costs), counters, scratches, partials, DENORMAL_PROBE)
     operands = (inputs, work, out, np.empty((0, 0), np.float32) if lse is None else lse)
-    kernel = compiled(attend)
+    share(compiled(attend), operands, threads, counters, len(tasks))
+
+
+def thread_count(tasks, multiplications):
+    return max(1, min(len(os.sched_getaffinity(0)), tasks, multiplications // TILE // THREAD_COST))
+
+
+def share(kernel, operands, threads, counters, tasks):
+    """Run a kernel on several threads, this one among them, until all tasks are done."""
     with _lock:
         if threads > 1 and os.getpid() not in _pools:  # a forked child makes its own pool
             _pools.clear()
-            _pools[os.getpid()] = ThreadPoolExecutor(processors)
+            _pools[os.getpid()] = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     helping = [_pools[os.getpid()].submit(kernel, *operands) for _ in range(1, threads)]
     # A helper that comes too late finds nothing to do and need not be waited for.
-    if not kernel(*operands) or (counters[2] < len(tasks) and not all([each.result() for each in helping])):
+    if not kernel(*operands) or (counters[2] < tasks and not all([each.result() for each in helping])):
         raise RuntimeError("a thread flushes denormal numbers, which changes bits: turn that mode off")
 
 
@@ -581,6 +724,31 @@ def paged_attention(
     run(q, k_cache, v_cache, page_table, slots, cu_seqlens_q, seqlens_k, load, softmax_scale, out, lse)
 
 
+def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, dq, dk, dv):
+    """Write the gradients of packed `attention`; a gradient that is None is left out."""
+    (tokens, query_heads, columns), kv_heads = q.shape, k.shape[1]
+    axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(cu_seqlens) - 1}
+    span = schedule(axes | {"query_length": max_seqlen, "key_length": max_seqlen}, CHOSEN)["span"]
+    wanted = (int(dk is not None or dv is not None), int(dq is not None))
+    kinds = [wanted] if span == 0 else [(wanted[0], 0), (0, wanted[1])]
+    tasks, pairs = [], 0
+    for length, b in sorted(((n, b) for b, n in enumerate(np.diff(cu_seqlens).tolist())), reverse=True):
+        pairs += query_heads * length * length // 2
+        for first in range(0, length, span or max(length, 1)):
+            part = (first, min(length, first + (span or length)))
+            tasks += [(b, g, *part, *kind) for kind in kinds if any(kind) for g in range(kv_heads)]
+    edges = np.empty((query_heads, tokens, 2), np.float32)
+    compiled(row_edges)(out, lse, dout, edges)
+    threads = thread_count(len(tasks), pairs * columns)
+    scratches = np.zeros((threads, 2 * WIDTH * (TILE + columns) + LANES), np.float32)
+    counters = np.zeros(3, np.int64)  # tasks taken, scratches taken, tasks done
+    numbers = np.array([1, float(softmax_scale) * LOG2E, -1, softmax_scale], np.float32)
+    inputs = (q, k, v, dout, edges, cu_seqlens, numbers)
+    work = (np.array(tasks, np.int64).reshape(-1, 6), counters, scratches, DENORMAL_PROBE)
+    gradients = [np.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v))]
+    share(compiled(differentiate), (inputs, work, *gradients), threads, counters, len(tasks))
+
+
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
     compiled(write_rows)(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
 
@@ -590,10 +758,14 @@ def numerics(constant_axes):
 
 
 def schedule(axes, knobs):
-    """Choose the query rows of a tile, the KV heads of a task, and whether a chunk is a task of its own."""
+    """Choose the query rows of a tile, the KV heads of a task, and whether a chunk is a task of its own.
+
+    `span` is how many rows of a sequence one task differentiates, 0 for all.
+    """
     kv_heads, group = axes["kv_heads"], axes["query_heads"] // axes["kv_heads"]
     tile = max(1, min(axes["query_length"], knobs["TILE_ROWS"] // group))
     tiles = axes["batch"] * -(-axes["query_length"] // tile)
     heads = min(kv_heads, max(1, tiles * kv_heads // knobs["TASKS"]))
     apart = int(tiles * -(-kv_heads // heads) < knobs["TASKS"] and axes["key_length"] > CHUNK)
-    return {"tile": tile, "heads": heads, "apart": apart}
+    span = knobs["GRADIENT_ROWS"] if axes["batch"] * kv_heads < knobs["TASKS"] else 0
+    return {"tile": tile, "heads": heads, "apart": apart, "span": span}
