@@ -14,8 +14,11 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# On the GPU if there is one, from the shipped kernels; otherwise on the CPU, from a simple root.
 search: venv
-	$(BIN)/kernelbraid search attention --root examples/roots/straightforward.py --device cpu --minutes $(MINUTES)
+	@if $(BIN)/kernelbraid env --device cuda >/dev/null 2>&1; \
+	then options="--device cuda"; else options="--root examples/roots/straightforward.py --device cpu"; fi; \
+	set -x; $(BIN)/kernelbraid search attention $$options --minutes $(MINUTES)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.gpu import toy_cuda
 
 from kernelbraid.audit import tripwires
 
@@ -100,3 +101,54 @@ def test_findings_come_in_the_order_of_lines_and_once() -> None:
 def test_what_cannot_be_a_source(text: str) -> None:
     with pytest.raises((ValueError, SyntaxError, MemoryError)):
         tripwires.scan(text)
+
+
+# ---- for GPUs
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import numba",
+        "import threading",
+        "import os",
+        "import numpy",
+        "import torch as t",
+        "import torch.utils.cpp_extension",
+        "from torch import _C",
+        "from torch.cuda import Event",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.save(1, 'x')",
+        "import torch\ntorch._C._cuda_synchronize()",
+        "import torch\ntorch.cuda._sleep(1)",
+        "import torch\ntorch.cuda.synchronize = print",
+        "import torch\ntorch.cuda.Event.elapsed_time = print",
+        "import torch\ntorch.utils.cpp_extension",
+        "import torch\ntorch.from_file('x')",
+        "import torch\ntorch.cuda.CUDAGraph()",
+        "def f(x):\n    x.untyped_storage()",
+        "from triton.runtime import driver",
+        "import triton\ntriton.runtime.driver",
+        "import triton\ntriton.knobs",
+        "import triton.language as tl\ndel tl.load",
+        "().__class__",
+        "open('x')",
+    ],
+)
+def test_what_sources_for_gpus_may_not_use(text: str) -> None:
+    assert tripwires.scan(text, "cuda")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        toy_cuda.ROOT,
+        "import torch\ntorch.cuda.get_device_properties(0).multi_processor_count",
+        "import torch\nx = torch.empty(3, device='cuda')\nx.data_ptr()",
+        "from triton.tools.tensor_descriptor import TensorDescriptor",
+        "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl",
+        "import triton.language as tl\ntl.load(0)\ntl.store(0, 1)",
+    ],
+)
+def test_what_sources_for_gpus_may_use(text: str) -> None:
+    assert not tripwires.scan(text, "cuda")

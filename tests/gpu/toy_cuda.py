@@ -106,9 +106,7 @@ SLOWER = variant(
 )
 
 WRITES_INPUTS = hostile("", after="x.add_(1)")
-WRITES_INPUTS_LATER = hostile(
-    "", top="calls = []", after="calls.append(1)\nif len(calls) > 40: x.add_(1)"
-)
+WRITES_INPUTS_LATER = hostile("", top="calls = []", after="calls.append(1)\nif len(calls) > 40: x.add_(1)")
 STALE = hostile("if done: return\ndone.append(1)", top="done = []")
 LATER_OTHERWISE = hostile(
     "",
