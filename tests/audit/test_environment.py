@@ -43,7 +43,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
         environment.require_device("tpu")
     monkeypatch.setattr(environment, "Driver", missing)
-    with pytest.raises(ValueError, match="device cuda: this machine has no NVIDIA driver .*; choose device cpu"):
+    with pytest.raises(ValueError, match=r"this machine has no NVIDIA driver .*; choose"):
         environment.require_device("cuda")
     monkeypatch.setattr(environment, "Driver", Present)
     monkeypatch.setattr(environment, "torch_has_cuda", lambda: False)

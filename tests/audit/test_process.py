@@ -354,3 +354,8 @@ def test_a_worker_dies_with_its_judge(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_only_some_devices_have_graphs(make: MakeWorker) -> None:
+    with pytest.raises(RuntimeError, match="device cpu has no graphs"):
+        make(toy.root()).replay(toy.small_program(), toy.small_program())
