@@ -6,7 +6,7 @@ The order of every sum is that of ops/attention/README.md: keys are cut into chu
 positions and chunks into blocks of KEY_BLOCK; a block is one step of online softmax; chunks merge left to
 right. A task is one KV head of one tile of query rows: it gathers each block of keys and values once, for
 every row of the tile and every head of the group. Tiles, tasks and threads may change freely: no bit
-depends on them.
+depends on them. The gradients' task is one KV head of one sequence.
 """
 
 import math
@@ -41,6 +41,7 @@ KNOBS = {
 }
 
 LANE_COUNT = 16
+GRADIENT_BLOCK = 64  # query rows and keys of a partial sum, from the sequence's own start
 EXP2 = {
     4: "1p0 1.62dfcap-1 1.ebf1b4p-3 1.ca9008p-5 1.409102p-7",
     5: "1p0 1.62e39ep-1 1.ebfa4ep-3 1.c74322p-5 1.3cbea8p-7 1.23a5eep-10",
@@ -52,6 +53,7 @@ EXP2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(EXP2[EXP2
 LOG2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(LOG2.split()))
 SHIFT = np.float32(12582912)
 LN2 = np.float32(math.log(2))
+LOG2E = math.log2(math.e)
 INF = np.float32(np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
@@ -289,6 +291,87 @@ def attend(q, k_cache, v_cache, table, offsets, cu, lengths, cl, tasks, probe, o
     return True
 
 
+@inner
+def weigh(q, dout, key, value, shift, delta, cl):
+    """P and dS of a query row and a key that it sees."""
+    s = dp = ZERO
+    for d in range(q.size):
+        s = fma(q[d], key[d], s)
+        dp = fma(dout[d], value[d], dp)
+    x = fma(s, cl, shift)
+    p = exp2(ZERO if x > ZERO else x)
+    return p, p * (dp - delta)
+
+
+@inner
+def add_part(weights, rows, first, sums):
+    """sums += a partial sum over the rows of one block, weights[j] * rows[first + j]."""
+    part = np.zeros(sums.size, np.float32)
+    for j in range(weights.size):
+        row = contiguous(rows[first + j])
+        for d in range(part.size):
+            part[d] = fma(weights[j], row[d], part[d])
+    for d in range(part.size):
+        sums[d] += part[d]
+
+
+@inner
+def finish(sums, factor):
+    for d in range(sums.size):
+        sums[d] = canonical(sums[d] * factor + ZERO)
+
+
+@inner
+def differentiate_head(q, k, v, out, lse, dout, cl, dq, dk, dv):
+    """Add up the gradients of one query head of one sequence, rows and keys [n, D]."""
+    n, size = q.shape[0], GRADIENT_BLOCK
+    p, ds = np.empty((size, size), np.float32), np.empty((size, size), np.float32)
+    shift, delta = np.empty(n, np.float32), np.zeros(n, np.float32)
+    for i in range(n):
+        shift[i] = -(np.float64(lse[i]) * LOG2E)
+        for d in range(q.shape[1]):
+            delta[i] = fma(out[i, d], dout[i, d], delta[i])
+    for first in range(0, n, size):
+        keys = min(size, n - first)
+        for start in range(first, n, size):
+            rows = min(size, n - start)
+            for r in range(rows):
+                i = start + r
+                seen = min(keys, i + 1 - first)
+                for j in range(seen):
+                    key, value = contiguous(k[first + j]), contiguous(v[first + j])
+                    row = contiguous(q[i]), contiguous(dout[i])
+                    p[r, j], ds[r, j] = weigh(*row, key, value, shift[i], delta[i], cl)
+                add_part(ds[r, :seen], k, first, dq[i])
+            for j in range(keys):
+                unseeing = max(0, first + j - start)
+                add_part(p[unseeing:rows, j], dout, start + unseeing, dv[first + j])
+                add_part(ds[unseeing:rows, j], q, start + unseeing, dk[first + j])
+
+
+@entry
+def differentiate(q, k, v, out, lse, dout, cu, cl, scale, tasks, probe, dq, dk, dv):
+    """Run some tasks, a KV head of a sequence each; False if this thread drops denormal numbers."""
+    if probe[0] * probe[1] * probe[2] != probe[1]:
+        return False
+    group = q.shape[1] // k.shape[1]
+    for task in range(tasks.shape[0]):
+        b, g = tasks[task]
+        rows = slice(cu[b], cu[b + 1])
+        dk[rows, g] = 0
+        dv[rows, g] = 0
+        for h in range(g * group, g * group + group):
+            dq[rows, h] = 0
+            row_inputs = q[rows, h], k[rows, g], v[rows, g], out[rows, h], lse[h, rows], dout[rows, h]
+            differentiate_head(*row_inputs, cl, dq[rows, h], dk[rows, g], dv[rows, g])
+            for t in range(cu[b], cu[b + 1]):
+                finish(dq[t, h], scale)
+        for t in range(cu[b], cu[b + 1]):
+            finish(dk[t, g], scale)
+            finish(dv[t, g], ONE)
+    return True
+
+
 @entry
 def plan(cu, lengths, kv_heads):
     """List the tasks (request, KV head, first row) and their costs."""
@@ -325,7 +408,12 @@ LENGTHS, TABLE = (types.Array(int32, rank, "A", readonly=True) for rank in (1, 2
 FLOATS, PAGES = (types.Array(float32, rank, "A", readonly=True) for rank in (3, 4))
 LSE, OUT, CACHE = (types.Array(float32, rank, "A") for rank in (2, 3, 4))
 INPUTS = (FLOATS, PAGES, PAGES, TABLE, LENGTHS, LENGTHS, LENGTHS, float32)
+LOG_SUMS = types.Array(float32, 2, "A", readonly=True)
 UNCOMPILED = {
+    differentiate: (
+        *(FLOATS, FLOATS, FLOATS, FLOATS, LOG_SUMS, FLOATS, LENGTHS, float32, float32),
+        *(int64[:, ::1], float32[::1], OUT, OUT, OUT),
+    ),
     attend: (*INPUTS, int64[:, ::1], float32[::1], OUT, LSE),
     plan: (LENGTHS, LENGTHS, int64),
     write_rows: (FLOATS, FLOATS, CACHE, CACHE, TABLE, LENGTHS, LENGTHS),
@@ -354,23 +442,24 @@ def pool():
 
 def run(q, k_cache, v_cache, table, offsets, cu, lengths, scale, out, lse):
     tasks, costs = compiled(plan)(cu, lengths, k_cache.shape[2])
-    cl = np.float32(float(scale) * math.log2(math.e))
+    cl = np.float32(float(scale) * LOG2E)
     lse = np.empty((0, 0), np.float32) if lse is None else lse
     inputs = (q, k_cache, v_cache, table, offsets, cu, lengths, cl)
     kernel = compiled(attend)
+    share(lambda first, end: kernel(*inputs, tasks[first:end], DENORMAL_PROBE, out, lse), costs)
 
-    def part(first, end):
-        return kernel(*inputs, tasks[first:end], DENORMAL_PROBE, out, lse)
 
+def share(part, costs):
+    """Run tasks on all threads, consecutive ones together: part(first, end) runs some."""
     threads = len(os.sched_getaffinity(0))
     if costs.sum() < ALONE_BELOW:
-        intact = part(0, len(tasks))
+        intact = part(0, len(costs))
     else:
         if PARTITION == "cost":
             ends = np.searchsorted(np.cumsum(costs), costs.sum() * np.arange(1, threads) / threads).tolist()
         else:
-            ends = [len(tasks) * n // threads for n in range(1, threads)]
-        bounds = [0, *ends, len(tasks)]
+            ends = [len(costs) * n // threads for n in range(1, threads)]
+        bounds = [0, *ends, len(costs)]
         others = [pool().submit(part, *between) for between in pairwise(bounds[1:])]
         intact = all([part(*bounds[:2]), *(other.result() for other in others)])
     if not intact:
@@ -389,6 +478,18 @@ def paged_attention(
 ):  # fmt: skip
     offsets = np.zeros(len(seqlens_k), np.int32)
     run(q, k_cache, v_cache, page_table, offsets, cu_seqlens_q, seqlens_k, softmax_scale, out, lse)
+
+
+def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, dq, dk, dv):
+    """Gradients of packed sequences; one that is None is computed for nobody."""
+    lengths, kv_heads = np.diff(cu_seqlens), k.shape[1]
+    tasks = np.array([(b, g) for b in range(len(lengths)) for g in range(kv_heads)], np.int64).reshape(-1, 2)
+    cl = np.float32(float(softmax_scale) * LOG2E)
+    inputs = (q, k, v, out, lse, dout, cu_seqlens, cl, np.float32(softmax_scale))
+    gradients = [np.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v))]
+    kernel = compiled(differentiate)
+    costs = np.repeat(lengths.astype(np.int64) ** 2, kv_heads)
+    share(lambda first, end: kernel(*inputs, tasks[first:end], DENORMAL_PROBE, *gradients), costs)
 
 
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):

@@ -21,6 +21,7 @@ KNOBS = {
     "EXP2_DEGREE": ("numeric", (6,)),
 }
 LANES = 16
+GRADIENT_BLOCK = 64
 SHIFT = np.float32(12582912)
 LN2 = np.float32(math.log(2))
 INF = np.float32(np.inf)
@@ -192,6 +193,60 @@ def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
         new = slice(n - (at.stop - at.start), n)
         k_cache[pages[new], slots[new]] = k[at]
         v_cache[pages[new], slots[new]] = v[at]
+
+
+SUMS = (READ, READ, READ, READ, READ, types.Array(float32, 2, "A", readonly=True))
+
+
+@njit((*SUMS, float32, float32, WRITTEN, WRITTEN, WRITTEN), error_model="numpy")
+def differentiate(q, keys, values, result, grad, log_sums, cl, scale, dq, dk, dv):
+    """Gradients of one sequence's rows q [n, Hq, D] over its keys and values [n, Hkv, D]."""
+    n, group, part = q.shape[0], q.shape[1] // keys.shape[1], np.empty((3, q.shape[2]), np.float32)
+    p, ds = np.empty((n, n), np.float32), np.empty((n, n), np.float32)
+    dq[...], dk[...], dv[...] = 0, 0, 0
+    for h in range(q.shape[1]):
+        g = h // group
+        for i in range(n):
+            delta = np.float32(0)
+            for d in range(q.shape[2]):
+                delta = fma(result[i, h, d], grad[i, h, d], delta)
+            shift = -np.float32(np.float64(log_sums[h, i]) * math.log2(math.e))
+            for j in range(i + 1):
+                score, product = np.float32(0), np.float32(0)
+                for d in range(q.shape[2]):
+                    score = fma(q[i, h, d], keys[j, g, d], score)
+                    product = fma(grad[i, h, d], values[j, g, d], product)
+                exponent = fma(score, cl, shift)
+                p[i, j] = exp2(np.float32(0) if exponent > 0 else exponent)
+                ds[i, j] = p[i, j] * (product - delta)
+        for x in range(n):
+            for block in range(0, n, GRADIENT_BLOCK):
+                part[:] = 0
+                for y in range(block, min(n, block + GRADIENT_BLOCK)):
+                    for d in range(q.shape[2]):
+                        if y <= x:
+                            part[0, d] = fma(ds[x, y], keys[y, g, d], part[0, d])
+                        if y >= x:
+                            part[1, d] = fma(ds[y, x], q[y, h, d], part[1, d])
+                            part[2, d] = fma(p[y, x], grad[y, h, d], part[2, d])
+                for d in range(q.shape[2]):
+                    dq[x, h, d] += part[0, d]
+                    dk[x, g, d] += part[1, d]
+                    dv[x, g, d] += part[2, d]
+    for sums, factor in ((dq, scale), (dk, scale), (dv, np.float32(1))):
+        for x in range(n):
+            for h in range(sums.shape[1]):
+                for d in range(sums.shape[2]):
+                    sums[x, h, d] = canonical(sums[x, h, d] * factor + np.float32(0))
+
+
+def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, dq, dk, dv):
+    factors = scaled(softmax_scale), np.float32(softmax_scale)
+    dq, dk, dv = (np.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v)))
+    for b in range(len(cu_seqlens) - 1):
+        rows = slice(cu_seqlens[b], cu_seqlens[b + 1])
+        sequence = (q[rows], k[rows], v[rows], out[rows], dout[rows], lse[:, rows])
+        differentiate(*sequence, *factors, dq[rows], dk[rows], dv[rows])
 
 
 def numerics(constant_axes):
