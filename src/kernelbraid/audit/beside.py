@@ -1,5 +1,6 @@
 """Implementations and peers side by side: fresh processes, interleaved batches, the clock of audits."""
 
+import importlib.util
 import math
 import secrets
 import statistics
@@ -149,4 +150,19 @@ class SideBySide:
             yield tuple(members)
 
     def _peers(self, workload: Workload) -> tuple[Peer, ...]:
-        return tuple(peer for peer in self.operator.peers if workload.phase in peer.phases)
+        ragged = any(isinstance(sizes, tuple) and len(set(sizes)) > 1 for sizes in workload.shape.values())
+        return tuple(
+            peer
+            for peer in self.operator.peers
+            if workload.phase in peer.phases
+            and not (peer.uniform and ragged)
+            and (not peer.module or importable(peer.module))
+        )
+
+
+def importable(module: str) -> bool:
+    """Whether a module is there, without importing more than its package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -3,10 +3,10 @@
 from importlib.resources import files
 
 from kernelbraid.contract import Source
-from kernelbraid.ops.attention.spec import ATTENTION
+from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.problem import Operator
 
-OPERATORS: tuple[Operator, ...] = (ATTENTION,)
+OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA)
 """One entry an operator and backend."""
 
 

@@ -152,6 +152,10 @@ class Peer:
     name: str
     entry_point: str
     phases: tuple[Regime, ...]
+    module: str = ""
+    """The module that it needs: without it the peer is left out."""
+    uniform: bool = False
+    """Whether it takes only requests of equal lengths."""
 
 
 class Timed(Protocol):

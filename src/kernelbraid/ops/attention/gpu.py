@@ -148,7 +148,7 @@ def backward_tiles(depth, architecture):
     """Queries, keys, warps and stages of the gradient kernels' tiles."""
     if large(architecture):
         return {"dq": (128, 128, 8, 2), "dkv": (64 if depth == 64 else 32, 128, 8, 3)}
-    return {"dq": (64, 32, 4, 2), "dkv": (32, 64, 4, 2)}
+    return {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)}
 
 
 def page_window(page, split):
@@ -254,6 +254,8 @@ def forward(q, k, v, table, cu, lengths, longest, keys, scale, out, lse):
     plan = schedule(axes, {name: globals()[name] for name in KNOBS})
     pack, split = plan["pack"], plan["span"] > 0
     tiles, groups = triton.cdiv(longest * pack, plan["tile"]), batch * query_heads // pack
+    # ptxas would spill in small tiles to fit more programs onto a multiprocessor
+    registers = {} if large(architecture) else {"maxnreg": 255}
     span, chunks = plan["span"] or keys, chunk_count(keys) if split else 1
     together = max(1, HEADS_TOGETHER_KEYS // max(keys, 1)) * (group // pack)
     together, parts = groups if split else min(groups, together), triton.cdiv(keys, span)
@@ -276,6 +278,7 @@ def forward(q, k, v, table, cu, lengths, longest, keys, scale, out, lse):
         *(log_sums.stride(0), *cache, chunks, parts, span, tiles, groups, together),
         *(query_heads, group, pack, depth, plan["tile"], block, *order, page, window, ids),
         *(use_bulk, split * (1 if span == EARLY_CHUNK else 2), plan["swap"], has_lse, dependent),
+        **registers,
     )
     if split:
         launch(

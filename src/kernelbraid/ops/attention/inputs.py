@@ -1,14 +1,17 @@
 """Random inputs of attention, and the poison that stands where nobody may look. numpy only."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernelbraid.ops.problem import InputKind, Problem, ProblemShape
+from kernelbraid.ops.formats import BFLOAT16, bits_type, information
+from kernelbraid.ops.problem import Array, InputKind, Problem, ProblemShape
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
@@ -23,17 +26,47 @@ CAPTURED_GROUP = 3
 CAPTURED_HEAD_DIM = 64
 
 
-def draw(shape: ProblemShape, rng: np.random.Generator) -> Problem:
-    """Draw a problem: per request q [rows, Hq, D], k and v [length, Hkv, D], float32; and the softmax scale.
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Factors and offsets of a format: large ones that cancel and leave a small part, and denormal ones."""
+
+    large_key: np.float32
+    large_value: np.float32
+    denormal: np.float32
+    denormal_value: np.float32
+
+
+SIZES = {
+    np.dtype(dtype): _Sizes(*map(np.float32, sizes))
+    for dtype, sizes in (
+        (np.float32, (64.0, 1000.0, 2.0**-132, 2.0**-130)),
+        (np.float16, (32.0, 128.0, 2.0**-18, 2.0**-17)),
+        (BFLOAT16, (4.0, 16.0, 2.0**-130, 2.0**-129)),
+    )
+}
+
+
+def draw(shape: ProblemShape, rng: np.random.Generator, *, dtypes: Sequence[str] = ("float32",)) -> Problem:
+    """Draw a problem: per request q [rows, Hq, D], k and v [length, Hkv, D], and the softmax scale.
+
+    Where every row of every request is wanted, a request also has dout [rows, Hq, D], the gradient of its
+    output. Numbers are drawn in float32 and rounded once to the problem's dtype, in which they are finite.
+    Kind `non_finite` then spoils keys and queries, and in float32 values too.
+
+    Args:
+        shape: what to draw.
+        rng: the source of every number.
+        dtypes: dtypes of the contract.
 
     Raises:
-        ValueError: an axis lies outside the contract, or the dtype is not float32.
+        ValueError: an axis lies outside the contract, or the dtype is none of `dtypes`.
     """
     query_heads, kv_heads, head_dim = head_counts(shape)
-    if shape.dtype != "float32":
-        raise ValueError(f"dtype must be float32, got {shape.dtype!r}")
+    if shape.dtype not in dtypes:
+        raise ValueError(f"dtype must be {' or '.join(dtypes)}, got {shape.dtype!r}")
     if len(shape.lengths) > LARGEST_BATCH or max(shape.lengths, default=0) > LARGEST_LENGTH:
         raise ValueError(f"at most {LARGEST_BATCH} requests of {LARGEST_LENGTH} positions")
+    dtype = np.dtype(shape.dtype)
     q = np.empty((sum(shape.rows), query_heads, head_dim), np.float32)
     k = np.empty((sum(shape.lengths), kv_heads, head_dim), np.float32)
     v = np.empty_like(k)
@@ -42,17 +75,21 @@ def draw(shape: ProblemShape, rng: np.random.Generator) -> Problem:
     else:
         for block in (q, k, v):
             block[...] = normal(rng, block.shape)
-        _shape_values(shape.kind, rng, q, k, v)
+        _shape_values(shape.kind, dtype, rng, q, k, v)
     row_ends, ends = np.cumsum((0, *shape.rows)), np.cumsum((0, *shape.lengths))
-    requests = [
-        {"q": q[row_ends[b] : row_ends[b + 1]], "k": k[ends[b] : ends[b + 1]], "v": v[ends[b] : ends[b + 1]]}
-        for b in range(len(shape.rows))
-    ]
+    queries, keys, values = (block.astype(dtype, copy=False) for block in (q, k, v))
+    requests: list[dict[str, Array]] = []
+    for b in range(len(shape.rows)):
+        held = slice(ends[b], ends[b + 1])
+        requests.append({"q": queries[row_ends[b] : row_ends[b + 1]], "k": keys[held], "v": values[held]})
     if shape.kind == "non_finite":
         for request in requests:
             _spoil(request, rng)
     _share(requests, shape.shared_prefix)
     scale = float(rng.choice((1.0, 1.0, 0.75))) / sqrt(head_dim)
+    if shape.rows == shape.lengths:
+        for request in requests:
+            request["dout"] = normal(rng, request["q"].shape, dtype)
     return Problem(shape, tuple(requests), {"softmax_scale": scale})
 
 
@@ -64,35 +101,40 @@ def head_counts(shape: ProblemShape) -> tuple[int, int, int]:
     return query_heads, kv_heads, head_dim
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+def normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32
+) -> npt.NDArray[Any]:
+    """Standard normal numbers, drawn in float32 and rounded once."""
     size = int(np.prod(shape))
-    drawn = rng.standard_normal(min(size, DRAWN_PERIOD), np.float32)
+    drawn = rng.standard_normal(min(size, DRAWN_PERIOD), np.float32).astype(dtype, copy=False)
     return _tiled(drawn, size).reshape(shape)
 
 
-def _tiled(block: Floats, size: int) -> Floats:
+def _tiled(block: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """`block` repeated to `size` elements."""
     if size <= block.size:
         return block[:size]
     whole, rest = divmod(size, block.size)
-    out = np.empty(size, np.float32)
+    out = np.empty(size, block.dtype)
     out[: whole * block.size].reshape(whole, block.size)[...] = block
     out[size - rest :] = block[:rest]
     return out
 
 
-def _shape_values(kind: InputKind, rng: np.random.Generator, q: Floats, k: Floats, v: Floats) -> None:
-    """Turn normal numbers into numbers of `kind`, in place."""
-    half = q.shape[2] // 2
+def _shape_values(
+    kind: InputKind, dtype: np.dtype[Any], rng: np.random.Generator, q: Floats, k: Floats, v: Floats
+) -> None:
+    """Turn normal numbers into numbers of `kind` that `dtype` can hold, in place."""
+    half, size = q.shape[2] // 2, SIZES[dtype]
     if kind == "heavy_tailed":
         for block in (q, k, v):
             block /= np.sqrt(np.maximum(np.abs(normal(rng, block.shape)), np.float32(1e-6)))
     elif kind == "cancelling":
         # Scores are small differences of two large halves; outputs are small differences of large values.
         q[..., half:] = q[..., :half]
-        k[..., :half] *= 64
+        k[..., :half] *= size.large_key
         k[..., half:] = k[..., half:] / 8 - k[..., :half]
-        v += np.where(np.arange(len(v)) % 2, np.float32(1000), np.float32(-1000))[:, None, None]
+        v += np.where(np.arange(len(v)) % 2, size.large_value, -size.large_value)[:, None, None]
     elif kind == "signed_zeros":
         for block in (q, k, v):
             block *= normal(rng, block.shape) > 0
@@ -101,36 +143,39 @@ def _shape_values(kind: InputKind, rng: np.random.Generator, q: Floats, k: Float
         q[::5] *= 0
     elif kind == "denormals":
         # Half of each head's output is denormal, the other half normal; scores mix both.
-        v[..., :half] *= np.float32(2.0**-130)
+        v[..., :half] *= size.denormal_value
         for block in (q, k):
-            block[normal(rng, block.shape) > 0.5] *= np.float32(2.0**-132)
+            block[normal(rng, block.shape) > 0.5] *= size.denormal
     elif kind == "saturated":
         q *= 40
         k[::3] = k[:1]
 
 
-def _spoil(request: dict[str, Floats], rng: np.random.Generator) -> None:
-    """Put NaNs with payloads and infinities into the last quarter of a request's keys, values and queries."""
+def _spoil(request: dict[str, Array], rng: np.random.Generator) -> None:
+    """Put NaNs with payloads and infinities into the last quarter of a request's keys, values and queries.
+
+    In 16 bits values stay finite: a matrix unit multiplies those of masked keys too, by a weight of 0.
+    """
     length, rows = len(request["k"]), len(request["q"])
     first = length - max(length // 4, 1)
-    for name in ("k", "v"):
+    for name in ("k", "v") if request["v"].dtype == np.float32 else ("k",):
         if length:
             _spoil_block(request[name], rng, first, length)
     if rows:
         _spoil_block(request["q"], rng, rows - max(rows // 4, 1), rows)
 
 
-def _spoil_block(block: Floats, rng: np.random.Generator, first: int, stop: int) -> None:
+def _spoil_block(block: Array, rng: np.random.Generator, first: int, stop: int) -> None:
     for _ in range(3):
         where = rng.integers(first, stop), rng.integers(block.shape[1]), rng.integers(block.shape[2])
         choice = int(rng.integers(4))
         if choice < 2:
             block[where] = (np.inf, -np.inf)[choice]
         else:
-            block.view(np.uint32)[where] = _payloads(rng, 1)[0]
+            block.view(bits_type(block.dtype))[where] = _payloads(rng, 1, block.dtype)[0]
 
 
-def _share(requests: Sequence[dict[str, Floats]], prefix: int) -> None:
+def _share(requests: Sequence[dict[str, Array]], prefix: int) -> None:
     """Give every request the longest one's keys and values at the first `prefix` positions."""
     if not prefix or not requests:
         return
@@ -176,18 +221,20 @@ def _fill_captured(shape: ProblemShape, rng: np.random.Generator, q: Floats, k: 
                 q[:, g * group + h, part] = data["q"][layer, rows, h % CAPTURED_GROUP]
 
 
-def _payloads(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
+def _payloads(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Quiet NaNs of either sign with random payloads, as bits."""
-    sign = rng.integers(0, 2, count, np.uint32) << np.uint32(31)
-    payload = rng.integers(1, 1 << 22, count, np.uint32)
-    return np.asarray(sign | np.uint32(0x7FC00000) | payload, np.uint32)
+    bits, mantissa = bits_type(dtype), information(dtype).nmant
+    infinity = np.array(np.inf, dtype).view(bits)
+    sign = rng.integers(0, 2, count, np.uint32) << np.uint32(8 * bits.itemsize - 1)
+    payload = rng.integers(1, 1 << (mantissa - 1), count, np.uint32)
+    return np.asarray(sign | np.uint32(infinity) | np.uint32(1 << (mantissa - 1)) | payload).astype(bits)
 
 
-def poison(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+def poison(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float32") -> npt.NDArray[Any]:
     """Return an array full of NaNs whose payloads come from `rng`."""
     size = int(np.prod(shape))
-    bits = _payloads(rng, min(size, POISON_PERIOD))
-    return _tiled(bits.view(np.float32), size).reshape(shape)
+    bits = _payloads(rng, min(size, POISON_PERIOD), np.dtype(dtype))
+    return _tiled(bits.view(dtype), size).reshape(shape)
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, int], pages: int) -> Integers:

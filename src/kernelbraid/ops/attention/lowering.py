@@ -1,16 +1,16 @@
 """The calls that attention's problems and workloads become in each regime. numpy only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
-from kernelbraid.contract import Workload
+from kernelbraid.contract import Regime, Workload
 from kernelbraid.ops.attention.inputs import (
     LARGEST_BATCH,
     LARGEST_LENGTH,
-    Floats,
     Integers,
     garbage,
     head_counts,
@@ -48,6 +48,10 @@ class _Pages:
     """Leading positions of each participant that another one's pages hold."""
 
 
+WHOLE: tuple[Regime, ...] = ("update", "backward")
+"""Regimes that compute every row of packed sequences."""
+
+
 def load_axes(shape: ProblemShape, layout: Layout) -> dict[str, int]:
     """Return the axes that an implementation's `schedule` sees in the largest of the layout's calls."""
     steps = _steps(shape, layout)
@@ -65,29 +69,30 @@ def load_axes(shape: ProblemShape, layout: Layout) -> dict[str, int]:
 def lower(problem: Problem, layout: Layout) -> Program:
     """Turn a problem into calls: `attention` in `update`, elsewhere cache writes and `paged_attention`.
 
-    Every participant takes part in every call; one that has no piece left has no new token in it. Everything
-    that no request owns, in the cache, the page table and the padding, is poisoned from `poison_seed`.
+    In `backward`, `attention_backward` follows the packed `attention` and reads what that stored. Every
+    participant takes part in every call; one that has no piece left has no new token in it. Everything that
+    no request owns, in the cache, the page table and the padding, is poisoned from `poison_seed`.
 
     Raises:
         ValueError: the layout does not fit the problem.
     """
     _check_layout(problem.shape, layout)
     rng = np.random.default_rng(layout.poison_seed)
-    if layout.regime == "update":
+    if layout.regime in WHOLE:
         return _lower_packed(problem, layout, rng)
     return _lower_paged(problem, layout, rng)
 
 
 def _check_layout(shape: ProblemShape, layout: Layout) -> None:
-    if layout.regime == "backward":
-        raise ValueError("attention has no backward regime yet")
     if layout.shared_prefix > shape.shared_prefix:
         raise ValueError(f"the problem shares {shape.shared_prefix} positions, not {layout.shared_prefix}")
-    if layout.regime == "update":
+    if layout.regime in WHOLE:
         if any(shape.rows[b] != shape.lengths[b] for b in layout.requests):
-            raise ValueError("update computes every row of a sequence: rows must equal lengths")
+            raise ValueError(f"{layout.regime} computes every row of a sequence: rows must equal lengths")
         if layout.partition:
-            raise ValueError("update takes no partition")
+            raise ValueError(f"{layout.regime} takes no partition")
+        if layout.regime == "backward" and shape.rows != shape.lengths:
+            raise ValueError("backward needs dout, which is drawn where every request wants all its rows")
     elif layout.partition:
         rows = [shape.rows[b] for b in layout.requests]
         if [sum(pieces) for pieces in layout.partition] != rows:
@@ -121,30 +126,48 @@ def _lower_packed(problem: Problem, layout: Layout, rng: np.random.Generator) ->
     lengths = [problem.shape.lengths[b] for b in layout.requests]
     cu_seqlens = _offsets(lengths, _extra_requests(layout))
     total = int(cu_seqlens[-1]) + layout.padding
+    padding, dtype = layout.padding, problem.shape.dtype
+    heads = {"q": query_heads, "k": kv_heads, "v": kv_heads, "dout": query_heads}
     inputs: dict[str, Array] = {"cu_seqlens": cu_seqlens}
-    for name, heads in (("q", query_heads), ("k", kv_heads), ("v", kv_heads)):
+    for name in heads if layout.regime == "backward" else "qkv":
         blocks = [problem.requests[b][name] for b in layout.requests]
-        inputs[name] = np.concatenate([*blocks, poison(rng, (layout.padding, heads, head_dim))])
-    arguments: dict[str, Argument] = {
+        if layout.regime == "backward":
+            blocks = [_finite(block) for block in blocks]
+        inputs[name] = np.concatenate([*blocks, poison(rng, (padding, heads[name], head_dim), dtype)])
+    common: dict[str, Argument] = {
         **{name: View(name) for name in ("q", "k", "v", "cu_seqlens", "out", "lse")},
-        "max_seqlen": min(max(lengths, default=0) + layout.padding, LARGEST_LENGTH),
+        "max_seqlen": min(max(lengths, default=0) + padding, LARGEST_LENGTH),
         "softmax_scale": problem.scalars["softmax_scale"],
     }
-    spans = []
-    for b, start, stop in zip(layout.requests, cu_seqlens, cu_seqlens[1:], strict=False):
-        spans.append(RowSpan("out", "out", 0, int(start), int(stop), b, 0))
-        spans.append(RowSpan("lse", "lse", 1, int(start), int(stop), b, 0))
+    calls = [Call("attention", common)]
+    outputs = {"out": ((total, query_heads, head_dim), dtype), "lse": ((query_heads, total), "float32")}
+    axes = {"out": 0, "lse": 1}
+    if layout.regime == "backward":
+        gradients = {"d" + name: ((total, heads[name], head_dim), dtype) for name in "qkv"}
+        calls.append(
+            Call("attention_backward", {**common, **{name: View(name) for name in ("dout", *gradients)}})
+        )
+        outputs |= gradients
+        axes = dict.fromkeys(gradients, 0)
+    spans = [
+        RowSpan(name, name, axis, int(start), int(stop), b, 0)
+        for b, start, stop in zip(layout.requests, cu_seqlens, cu_seqlens[1:], strict=False)
+        for name, axis in axes.items()
+    ]
     return Program(
         inputs=inputs,
         state={},
-        outputs={
-            "out": ((total, query_heads, head_dim), "float32"),
-            "lse": ((query_heads, total), "float32"),
-        },
-        calls=(Call("attention", arguments),),
+        outputs=outputs,
+        calls=tuple(calls),
         spans=tuple(spans),
         constant_axes=dict(problem.shape.constant_axes),
     )
+
+
+def _finite(block: Array) -> Array:
+    """A block without NaNs and infinities, which gradients exclude: zeros in their places."""
+    finite = np.isfinite(block)
+    return block if finite.all() else np.where(finite, block, block.dtype.type(0))
 
 
 def _pages(shape: ProblemShape, layout: Layout, rng: np.random.Generator) -> _Pages:
@@ -175,16 +198,16 @@ def _pages(shape: ProblemShape, layout: Layout, rng: np.random.Generator) -> _Pa
 class _Stream:
     """An input buffer in the making: the rows of each call, each followed by poisoned padding rows."""
 
-    def __init__(self, name: str, shape: tuple[int, int], padding: int, rng: np.random.Generator) -> None:
+    def __init__(self, name: str, padding: Array) -> None:
         self.name = name
-        self.blocks: list[Floats] = []
+        self.blocks: list[Array] = []
         self.rows = 0
-        self.padding = poison(rng, (padding, *shape))
+        self.padding = padding
 
     def append(self, blocks: Sequence[Array]) -> View:
         start = self.rows
         for block in (*blocks, self.padding):
-            self.blocks.append(block.astype(np.float32, copy=False))
+            self.blocks.append(block)
             self.rows += len(block)
         return View(self.name, start, self.rows)
 
@@ -202,9 +225,13 @@ class _PagedProgram:
         self.layout = layout
         self.contexts = tuple(problem.shape.lengths[b] - problem.shape.rows[b] for b in layout.requests)
         self.pages = _pages(problem.shape, layout, rng)
-        self.streams = {name: _Stream(name, (n, head_dim), layout.padding, rng) for name, n in heads.items()}
+        self.dtype = problem.shape.dtype
+        self.streams = {
+            name: _Stream(name, poison(rng, (layout.padding, n, head_dim), self.dtype))
+            for name, n in heads.items()
+        }
         self.caches = {
-            name: poison(rng, (self.pages.count, layout.page_size, kv_heads, head_dim))
+            name: poison(rng, (self.pages.count, layout.page_size, kv_heads, head_dim), self.dtype)
             for name in ("k_cache", "v_cache")
         }
         self.cu_seqlens: list[Integers] = []
@@ -277,7 +304,7 @@ class _PagedProgram:
                 "seqlens_k": np.concatenate(self.seqlens),
             },
             state=self.caches,
-            outputs={**self.outputs, "out": ((self.rows, query_heads, head_dim), "float32")},
+            outputs={**self.outputs, "out": ((self.rows, query_heads, head_dim), self.dtype)},
             calls=tuple(self.calls),
             spans=tuple(self.spans),
             constant_axes=dict(self.problem.shape.constant_axes),
@@ -325,6 +352,7 @@ class _Timing:
     kv_heads: int
     head_dim: int
     page_size: int
+    dtype: np.dtype[Any]
 
     @property
     def total(self) -> int:
@@ -336,28 +364,49 @@ class _Timing:
 
 
 def timed(
-    workload: Workload, rng: np.random.Generator, variants: int, pool_bytes: int, *, contiguous: bool
+    workload: Workload,
+    rng: np.random.Generator,
+    variants: int,
+    pool_bytes: int,
+    *,
+    contiguous: bool,
+    backend: str = "cpu",
+    dtype: str = "float32",
 ) -> Program:
     """Return a program of `variants` distinct calls on caches filled beforehand; see `Operator.timed`.
 
     Paged calls read their own pages of one pool, in an order that walks through the pool before it repeats.
-    `contiguous` calls `peer(q, k, v, cu_seqlens_q, seqlens_k, softmax_scale)` with q packed [T, Hq, D] and k
-    and v [B, Hkv, longest, D], of which a request uses its first positions; a peer returns its output.
+    Calls of the regime `backward` read an out and a lse of plausible size that no forward made. `contiguous`
+    calls `peer(q, k, v, cu_seqlens_q, seqlens_k, softmax_scale)` with q packed [T, Hq, D] and k and v
+    [B, Hkv, longest, D], of which a request uses its first positions; a peer returns its output. On CUDA
+    those calls also have `max_seqlen_q` and `max_seqlen_k`, and where every row is computed they are
+    `peer(q, k, v, cu_seqlens, max_seqlen, softmax_scale)` with k and v packed, with out, lse and dout too in
+    the regime `backward`.
     """
     shape = workload.shape
     lengths, rows = workload_lengths(workload)
     sizes = {name: shape[name] for name in ("query_heads", "kv_heads", "head_dim", "page_size")}
     assert all(isinstance(value, int) for value in sizes.values())
-    timing = _Timing(lengths, rows, **sizes)  # type: ignore[arg-type]
-    if contiguous:
-        inputs, calls = _timed_contiguous(timing, rng, variants, pool_bytes)
-    elif workload.phase == "update":
-        inputs, calls = _timed_packed(timing, rng, variants)
+    timing = _Timing(lengths, rows, **sizes, dtype=np.dtype(dtype))  # type: ignore[arg-type]
+    if workload.phase in WHOLE and not contiguous:
+        inputs, calls = _timed_packed(timing, rng, variants, workload.phase)
+    elif contiguous and backend == "cuda" and lengths == rows and workload.phase != "decode":
+        inputs, calls = _timed_packed(timing, rng, variants, workload.phase)
+        calls = tuple(Call("peer", _read(call.arguments, inputs)) for call in calls)
+    elif contiguous:
+        inputs, calls = _timed_contiguous(timing, rng, variants, pool_bytes, backend)
     else:
         inputs, calls = _timed_paged(timing, rng, variants, pool_bytes)
+    heads = {
+        "out": timing.query_heads,
+        "dq": timing.query_heads,
+        "dk": timing.kv_heads,
+        "dv": timing.kv_heads,
+    }
+    written = ("dq", "dk", "dv") if workload.phase == "backward" else ("out",)
     outputs: dict[str, tuple[tuple[int, ...], str]] = {}
     if not contiguous:
-        outputs["out"] = ((variants * timing.total, timing.query_heads, timing.head_dim), "float32")
+        outputs = {n: ((variants * timing.total, heads[n], timing.head_dim), dtype) for n in written}
     if not contiguous and workload.phase == "update":
         outputs["lse"] = ((variants * timing.query_heads, timing.total), "float32")
     axes = {name: sizes[name] for name in ("query_heads", "kv_heads", "head_dim")}
@@ -367,14 +416,20 @@ def timed(
 _Parts = tuple[dict[str, Array], tuple[Call, ...]]
 
 
-def _timed_packed(timing: _Timing, rng: np.random.Generator, variants: int) -> _Parts:
-    total, heads = timing.total, timing.query_heads
+def _timed_packed(timing: _Timing, rng: np.random.Generator, variants: int, phase: Regime) -> _Parts:
+    total, heads, backward = timing.total, timing.query_heads, phase == "backward"
     inputs: dict[str, Array] = {"cu_seqlens": _offsets(timing.lengths)}
-    for name, n in (("q", timing.query_heads), ("k", timing.kv_heads), ("v", timing.kv_heads)):
-        inputs[name] = normal(rng, (variants * total, n, timing.head_dim))
+    for name in ("q", "k", "v", "out", "dout") if backward else ("q", "k", "v"):
+        n = timing.kv_heads if name in ("k", "v") else heads
+        inputs[name] = normal(rng, (variants * total, n, timing.head_dim), timing.dtype)
+    if backward:
+        # normal scores: the log-sum-exp of n of them is about log(n) + 1/2
+        seen = np.concatenate([np.arange(1, n + 1, dtype=np.float32) for n in timing.lengths])
+        inputs["lse"] = np.tile(np.log(seen) + np.float32(0.5), (variants * heads, 1))
+    tokens = ("q", "k", "v", "out", *(("dout", "dq", "dk", "dv") if backward else ()))
     calls = []
     for i in range(variants):
-        rows = {name: View(name, i * total, (i + 1) * total) for name in ("q", "k", "v", "out")}
+        rows = {name: View(name, i * total, (i + 1) * total) for name in tokens}
         arguments: dict[str, Argument] = {
             **rows,
             "cu_seqlens": View("cu_seqlens"),
@@ -382,14 +437,19 @@ def _timed_packed(timing: _Timing, rng: np.random.Generator, variants: int) -> _
             "softmax_scale": timing.scale,
             "lse": View("lse", i * heads, (i + 1) * heads),
         }
-        calls.append(Call("attention", arguments))
+        calls.append(Call("attention_backward" if backward else "attention", arguments))
     return inputs, tuple(calls)
+
+
+def _read(arguments: Mapping[str, Argument], inputs: Mapping[str, Array]) -> dict[str, Argument]:
+    """The arguments of a call without those that it writes."""
+    return {n: a for n, a in arguments.items() if not isinstance(a, View) or a.buffer in inputs}
 
 
 def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_bytes: int) -> _Parts:
     page = (timing.page_size, timing.kv_heads, timing.head_dim)
     needed = [-(-n // timing.page_size) for n in timing.lengths]
-    count = max(sum(needed), -(-pool_bytes // (2 * 4 * int(np.prod(page)))))
+    count = max(sum(needed), -(-pool_bytes // (2 * timing.dtype.itemsize * int(np.prod(page)))))
     order = rng.permutation(count).astype(np.int32)
     batch, columns = len(needed), max(needed) + 1
     tables = garbage(rng, (variants * batch, columns), count)
@@ -401,7 +461,7 @@ def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_
             tables[i * batch + b, :n] = mine[ends[b] : ends[b + 1]]
     total = timing.total
     inputs: dict[str, Array] = {
-        "q": normal(rng, (variants * total, timing.query_heads, timing.head_dim)),
+        "q": normal(rng, (variants * total, timing.query_heads, timing.head_dim), timing.dtype),
         "page_table": tables,
         "cu_seqlens_q": _offsets(timing.rows),
         "seqlens_k": np.array(timing.lengths, np.int32),
@@ -419,20 +479,26 @@ def _timed_paged(timing: _Timing, rng: np.random.Generator, variants: int, pool_
             "lse": None,
         }
         calls.append(Call("paged_attention", arguments))
-    inputs |= {name: normal(rng, (count, *page)) for name in ("k_cache", "v_cache")}
+    inputs |= {name: normal(rng, (count, *page), timing.dtype) for name in ("k_cache", "v_cache")}
     return inputs, tuple(calls)
 
 
-def _timed_contiguous(timing: _Timing, rng: np.random.Generator, variants: int, pool_bytes: int) -> _Parts:
+def _timed_contiguous(
+    timing: _Timing, rng: np.random.Generator, variants: int, pool_bytes: int, backend: str
+) -> _Parts:
     batch, longest, total = len(timing.lengths), max(timing.lengths), timing.total
-    row_bytes = 2 * 4 * timing.kv_heads * longest * timing.head_dim
+    row_bytes = 2 * timing.dtype.itemsize * timing.kv_heads * longest * timing.head_dim
     slots = min(variants * batch, max(batch, -(-pool_bytes // row_bytes)))
     inputs: dict[str, Array] = {
-        "q": normal(rng, (variants * total, timing.query_heads, timing.head_dim)),
-        **{name: normal(rng, (slots, timing.kv_heads, longest, timing.head_dim)) for name in ("k", "v")},
+        "q": normal(rng, (variants * total, timing.query_heads, timing.head_dim), timing.dtype),
+        **{
+            name: normal(rng, (slots, timing.kv_heads, longest, timing.head_dim), timing.dtype)
+            for name in ("k", "v")
+        },
         "cu_seqlens_q": _offsets(timing.rows),
         "seqlens_k": np.array(timing.lengths, np.int32),
     }
+    longest_rows = {"max_seqlen_q": max(timing.rows), "max_seqlen_k": longest} if backend == "cuda" else {}
     calls = []
     for i in range(variants):
         first = i * batch % (slots - batch + 1)
@@ -442,6 +508,7 @@ def _timed_contiguous(timing: _Timing, rng: np.random.Generator, variants: int, 
             "cu_seqlens_q": View("cu_seqlens_q"),
             "seqlens_k": View("seqlens_k"),
             "softmax_scale": timing.scale,
+            **longest_rows,
         }
         calls.append(Call("peer", arguments))
     return inputs, tuple(calls)

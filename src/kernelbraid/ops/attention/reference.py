@@ -1,4 +1,4 @@
-"""Attention in float64, with gradients; and the vendor's float32, to measure our error by. Needs torch.
+"""Attention in float64, with gradients; and the vendor's, to measure our error by. Needs torch.
 
     O = softmax(scale Q K^T + causal mask) V,    LSE = log sum exp of the same scores
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernelbraid.ops.problem import Problem, Rows
+from kernelbraid.ops.problem import Array, Problem, Rows
 
 SCORE_ELEMENTS = 1 << 23
 """Scores held at a time."""
@@ -91,30 +91,85 @@ def _without_non_finite(
     return k, v, (bad_q | seen_k | seen_v, bad_q | seen_k)
 
 
-def _per_request(
-    problem: Problem,
-    function: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-) -> Rows:
+Function = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _per_request(problem: Problem, function: Function, dtype: torch.dtype) -> Rows:
     scale = problem.scalars["softmax_scale"]
     rows: Rows = {}
-    with torch.no_grad():
-        for b, request in enumerate(problem.requests):
-            q, k, v = (torch.from_numpy(np.asarray(request[name])).to(dtype) for name in ("q", "k", "v"))
-            out, lse = function(q, k, v, scale)
-            rows["out", b] = out.numpy()
-            rows["lse", b] = lse.numpy()
+    for b, request in enumerate(problem.requests):
+        q, k, v = (_tensor(request[name], dtype) for name in ("q", "k", "v"))
+        with_gradient = "dout" in request
+        for tensor in (q, k, v):
+            tensor.requires_grad_(with_gradient)
+        out, lse = function(q, k, v, scale)
+        rows["out", b], rows["lse", b] = out.detach().numpy(), lse.detach().numpy()
+        if with_gradient:
+            gradients = _gradients(out, (q, k, v), _tensor(request["dout"], dtype))
+            for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+                rows[name, b] = gradient.numpy()
     return rows
 
 
+def _tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """A copy in float32 or float64: numpy's bfloat16 is unknown to torch."""
+    return torch.from_numpy(np.array(array, np.float64 if dtype == torch.float64 else np.float32))
+
+
+def _gradients(out: Tensor, inputs: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, ...]:
+    if not len(dout):
+        return tuple(torch.zeros_like(tensor) for tensor in inputs)
+    return torch.autograd.grad(out, inputs, dout)
+
+
 def reference(problem: Problem) -> Rows:
-    """Return float64 rows of every request: out [rows, Hq, D] and lse [rows, Hq]."""
+    """Return float64 rows: out [rows, Hq, D] and lse [rows, Hq]; dq, dk, dv of requests with dout."""
     return _per_request(problem, attention, torch.float64)
 
 
 def vendor(problem: Problem) -> Rows:
-    """Return float32 rows: torch's scaled_dot_product_attention, and its logsumexp of float32 scores."""
-    return _per_request(problem, _vendor_rows, torch.float32)
+    """Return the same rows from the vendor's kernel, in the problem's dtype.
+
+    In float32 that is torch's scaled_dot_product_attention on the CPU, and logsumexp of float32 scores; in
+    16 bits torch's FlashAttention-2 on the GPU, all requests packed.
+
+    Raises:
+        RuntimeError: the problem is in 16 bits and there is no GPU.
+    """
+    if problem.shape.dtype == "float32":
+        return _per_request(problem, _vendor_rows, torch.float32)
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"the vendor's {problem.shape.dtype} attention needs a CUDA GPU, and there is none"
+        )
+    return _flash_attention(problem, getattr(torch, problem.shape.dtype))
+
+
+def _flash_attention(problem: Problem, dtype: torch.dtype) -> Rows:
+    shape, scale = problem.shape, problem.scalars["softmax_scale"]
+
+    def packed(name: str) -> Tensor:
+        return torch.cat([_tensor(r[name], torch.float32) for r in problem.requests]).to("cuda", dtype)
+
+    starts = [np.cumsum((0, *counts), dtype=np.int32) for counts in (shape.rows, shape.lengths)]
+    q, k, v = packed("q"), packed("k"), packed("v")
+    offsets = [torch.from_numpy(each).cuda() for each in starts]
+    longest = max(shape.rows), max(shape.lengths)
+    out, lse, *random_state = torch.ops.aten._flash_attention_forward(
+        q, k, v, *offsets, *longest, 0.0, True, False, scale=scale
+    )[:4]
+    found = {"out": (out, starts[0]), "lse": (lse.T, starts[0])}
+    if all("dout" in request for request in problem.requests):
+        gradients = torch.ops.aten._flash_attention_backward(
+            packed("dout"), q, k, v, out, lse, *offsets, *longest, 0.0, True, *random_state, scale=scale
+        )
+        found |= {name: (g, starts[0]) for name, g in zip(("dq", "dk", "dv"), gradients, strict=True)}
+    arrays = {name: (tensor.float().cpu().numpy(), at) for name, (tensor, at) in found.items()}
+    return {
+        (name, b): array[at[b] : at[b + 1]]
+        for name, (array, at) in arrays.items()
+        for b in range(len(shape.rows))
+    }
 
 
 def _vendor_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

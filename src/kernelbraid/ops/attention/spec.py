@@ -1,4 +1,7 @@
-"""Unified attention's contract, workloads and costs. README.md derives the order; this file states it."""
+"""Unified attention's contracts, workloads and costs. README.md derives the orders; this file states them."""
+
+from dataclasses import replace
+from functools import partial
 
 from kernelbraid.contract import (
     AccuracyBound,
@@ -49,31 +52,46 @@ LOG2_TABLE = (
 
 ROLLOUT: tuple[Regime, ...] = ("prefill", "chunked_prefill", "decode")
 FORWARD: tuple[Regime, ...] = (*ROLLOUT, "update")
+TRAINING: tuple[Regime, ...] = (*FORWARD, "backward")
+BACKWARD: tuple[Regime, ...] = ("backward",)
+
+AXES = (
+    Axis("query_heads", 1, MOST_HEADS, constant=True, doc="Hq; a multiple of kv_heads"),
+    Axis("kv_heads", 1, MOST_HEADS, constant=True, doc="Hkv; query head h reads KV head h // (Hq // Hkv)"),
+    Axis("head_dim", min(HEAD_DIMS), max(HEAD_DIMS), constant=True, choices=HEAD_DIMS, doc="D"),
+    Axis("batch", 0, LARGEST_BATCH, constant=False, doc="requests in one call"),
+    Axis("query_length", 0, LARGEST_LENGTH, constant=False, doc="most new tokens of a request in one call"),
+    Axis("key_length", 0, LARGEST_LENGTH, constant=False, doc="most keys of a request, new tokens included"),
+    Axis("page_size", 1, LARGEST_PAGE, constant=False, doc="tokens a page of the KV cache holds"),
+)
+EXCLUSIONS = (
+    Exclusion("window", "sliding-window attention skips chunks, whose order this version does not state"),
+    Exclusion("soft_cap", "a cap on scores adds a tanh, which needs a written-out definition of its own"),
+    Exclusion("sinks", "attention sinks add a term to L, whose place in the order is not fixed yet"),
+    Exclusion("fp8_cache", "caches below the compute dtype need rounding points of their own"),
+)
+RELATIONS = (
+    Relation("rerun", "the same call again gives the same bits", FORWARD),
+    Relation("fresh_process", "another process gives the same bits", FORWARD),
+    Relation("batch", "a row does not depend on its neighbours, nor on their number or order", FORWARD),
+    Relation(
+        "padding", "poisoned extra pages, table columns, rows and empty requests do not matter", FORWARD
+    ),
+    Relation("packing", "a sequence packed with others equals the sequence alone", ("update",)),
+    Relation("chunked_prefill", "any partition of a prompt gives the prompt's bits", ("chunked_prefill",)),
+    Relation("prefix_cache", "pages shared with other requests give the bits of pages of one's own", ROLLOUT),
+    Relation("paging", "page size and page order do not matter", ROLLOUT),
+    Relation("decode_equals_prefill", "a token decoded alone equals its row of the prompt", ("decode",)),
+    Relation("update_equals_rollout", "the packed forward equals the rows that rollout gave", ("update",)),
+)
 
 CONTRACT = Contract(
     operator="attention",
     version=1,
     dtypes=("float32",),
-    axes=(
-        Axis("query_heads", 1, MOST_HEADS, constant=True, doc="Hq; a multiple of kv_heads"),
-        Axis(
-            "kv_heads", 1, MOST_HEADS, constant=True, doc="Hkv; query head h reads KV head h // (Hq // Hkv)"
-        ),
-        Axis("head_dim", min(HEAD_DIMS), max(HEAD_DIMS), constant=True, choices=HEAD_DIMS, doc="D"),
-        Axis("batch", 0, LARGEST_BATCH, constant=False, doc="requests in one call"),
-        Axis(
-            "query_length", 0, LARGEST_LENGTH, constant=False, doc="most new tokens of a request in one call"
-        ),
-        Axis(
-            "key_length", 0, LARGEST_LENGTH, constant=False, doc="most keys of a request, new tokens included"
-        ),
-        Axis("page_size", 1, LARGEST_PAGE, constant=False, doc="tokens a page of the KV cache holds"),
-    ),
+    axes=AXES,
     exclusions=(
-        Exclusion("window", "sliding-window attention skips chunks, whose order this version does not state"),
-        Exclusion("soft_cap", "a cap on scores adds a tanh, which needs a written-out definition of its own"),
-        Exclusion("sinks", "attention sinks add a term to L, whose place in the order is not fixed yet"),
-        Exclusion("fp8_cache", "caches below the compute dtype need rounding points of their own"),
+        *EXCLUSIONS,
         Exclusion("backward", "gradients need reduction orders over queries; detach the inputs until then"),
     ),
     rounding_points=(
@@ -129,24 +147,7 @@ CONTRACT = Contract(
         Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exp2 polynomial"),
     ),
     relations=(
-        Relation("rerun", "the same call again gives the same bits", FORWARD),
-        Relation("fresh_process", "another process gives the same bits", FORWARD),
-        Relation("batch", "a row does not depend on its neighbours, nor on their number or order", FORWARD),
-        Relation(
-            "padding", "poisoned extra pages, table columns, rows and empty requests do not matter", FORWARD
-        ),
-        Relation("packing", "a sequence packed with others equals the sequence alone", ("update",)),
-        Relation(
-            "chunked_prefill", "any partition of a prompt gives the prompt's bits", ("chunked_prefill",)
-        ),
-        Relation(
-            "prefix_cache", "pages shared with other requests give the bits of pages of one's own", ROLLOUT
-        ),
-        Relation("paging", "page size and page order do not matter", ROLLOUT),
-        Relation("decode_equals_prefill", "a token decoded alone equals its row of the prompt", ("decode",)),
-        Relation(
-            "update_equals_rollout", "the packed forward equals the rows that rollout gave", ("update",)
-        ),
+        *RELATIONS,
         Relation("implementations_agree", "equal bits ids mean equal bits", FORWARD),
     ),
     # Measured over 48 rows or more a case, normal to saturated, D 64 and 128: out at most 1.45 times torch's
@@ -154,6 +155,120 @@ CONTRACT = Contract(
     accuracy=(
         AccuracyBound("out", factor=2.0, floor=1e-6, regimes=FORWARD),
         AccuracyBound("lse", factor=2.0, floor=5e-7, regimes=FORWARD),
+    ),
+    canonical_nan=True,
+)
+
+CUDA_CONTRACT = Contract(
+    operator="attention",
+    version=1,
+    dtypes=("bfloat16", "float16"),
+    axes=AXES,
+    exclusions=EXCLUSIONS,
+    rounding_points=(
+        RoundingPoint("scale: c2 = softmax_scale * log2(e)", "computed in float64, rounded once to float32"),
+        RoundingPoint("every elementary operation", "float32, to nearest even; its instruction says more"),
+        RoundingPoint(
+            "weights p, before they meet V", "float32 to the compute dtype; l sums the rounded ones"
+        ),
+        RoundingPoint("store of O", "float32 to the compute dtype"),
+        RoundingPoint("store of LSE", "float32 already: no further rounding"),
+        RoundingPoint("backward: p before it meets dO, ds before it meets K or Q", "to the compute dtype"),
+        RoundingPoint("store of dQ, dK, dV", "float32 to the compute dtype"),
+    ),
+    elementary_operations=(
+        ElementaryOperation("multiply, add, subtract", "mul.f32, add.f32, sub.f32, never contracted"),
+        ElementaryOperation("fma", "fma.rn.f32, and only where the orders below write fma"),
+        ElementaryOperation("ex2", "ex2.approx.ftz.f32: a denormal result is +0"),
+        ElementaryOperation("lg2", "lg2.approx.f32, of 0, NaN or at least 2^-8"),
+        ElementaryOperation("1 / L", "div.rn.f32, correctly rounded"),
+        ElementaryOperation("maximum", "max.f32: NaN loses"),
+        ElementaryOperation("round16", "cvt.rn to bfloat16 or float16, to nearest even"),
+        ElementaryOperation(
+            "chain",
+            "the matrix unit's accumulation (wgmma, mma.sync): exact products of 16-bit numbers into one "
+            "float32 accumulator, K ascending in the hardware's groups; the inner rounding is its own",
+        ),
+    ),
+    reduction_orders=(
+        ("score", "s = chain over d of q[d] * k[j][d] from +0; -inf at keys that the row cannot see"),
+        ("maximum", "mn = max(m, max_j(s[j]) * c2) over a block; ms = 0 if mn is -inf, otherwise mn"),
+        (
+            "weights of a block",
+            "p[j] = round16(ex2(fma(s[j], c2, -ms))), a = ex2(m - ms), acc[d] = chain over j of p[j] * "
+            "v[j][d] from acc[d] * a, l = chain over j of p[j] * 1 from l * a, m = mn",
+        ),
+        (
+            "chunk",
+            "from m = -inf, l = +0, acc = +0; blocks of key_block keys ascending; chunks begin at multiples "
+            "of early_chunk below position early_keys, and of chunk from there on",
+        ),
+        (
+            "merge",
+            "chunks ascending from M = -inf, L = +0, A = +0: A = fma(acc, a1, A * a0), "
+            "L = fma(l, a1, L * a0) with a0 = ex2(M - Ms), a1 = ex2(m - Ms)",
+        ),
+        ("store", "O = round16(A * (1 / L) + 0), LSE = (M + lg2(L)) * ln2"),
+        ("backward: delta", "sum over d of O[d] * dO[d] by halving: d and d + D/2, then d + D/4, and so on"),
+        (
+            "backward: weights",
+            "p = ex2(fma(s, c2, -(LSE * log2e))), t = chain over d of dO[d] * v[d] from -delta, ds = p * t; "
+            "both 0 where the key comes after the query",
+        ),
+        (
+            "backward: dQ",
+            "chain over keys ascending from position 0 of round16(ds) * k; then * softmax_scale + 0",
+        ),
+        (
+            "backward: dK, dV",
+            "one chain over the group's query heads in order and within a head over queries ascending from "
+            "the sequence's first, of round16(ds) * q and of round16(p) * dO; then dK * softmax_scale + 0, "
+            "dV + 0",
+        ),
+    ),
+    special_values=(
+        ("softmax_scale", "positive and finite"),
+        ("signed zeros", "a zero result is stored as +0"),
+        ("denormals", "kept in inputs, sums and results; a weight below 2^-126 is +0"),
+        (
+            "NaN, infinity in q and k",
+            "reach the rows that see them; a NaN is stored as 0x7fc0, 0x7e00, 0x7fc00000",
+        ),
+        ("v below seqlens_k", "finite: a masked key of the same block has weight 0, and 0 * inf is NaN"),
+        (
+            "keys a row cannot see",
+            "never enter k; slots at and after seqlens_k never enter, whatever they hold",
+        ),
+        ("backward", "q, k, v and dO finite: otherwise which rows turn NaN may follow the tiles"),
+        ("no query rows", "nothing is stored"),
+    ),
+    knobs=(
+        Knob("early_chunk", (256, 512, 1024), 256, "keys per chunk before position early_keys"),
+        Knob("early_keys", (4096, 8192, 16384), 8192, "from this position on chunks have `chunk` keys"),
+        Knob("chunk", (1024, 2048, 4096), 1024, "keys of a later chunk"),
+        Knob("key_block", (32, 64), 64, "keys per online-softmax step; 32 on sm_80"),
+    ),
+    relations=(
+        *(
+            replace(each, regimes=TRAINING) if each.name in ("fresh_process", "batch", "padding") else each
+            for each in RELATIONS
+        ),
+        Relation("gradient_rerun", "the same gradients again", BACKWARD),
+        Relation("gradient_packing", "gradients of a packed sequence equal the sequence alone's", BACKWARD),
+        Relation(
+            "graph_replay",
+            "a captured graph replayed on other inputs, lengths and tables equals those computed at once",
+            TRAINING,
+        ),
+        Relation("implementations_agree", "equal bits ids mean equal bits", TRAINING),
+    ),
+    # FlashAttention-2's error on the same input is what a factor multiplies. Measured on sm_90: out 0.97 to
+    # 1.0 times it, dq at most 1.02, dk and dv below 1. LSE is the log of a sum of rounded weights: 1.7e-4 of
+    # it in bfloat16 for two keys, less for more.
+    accuracy=(
+        AccuracyBound("out", factor=1.5, floor=5e-4, regimes=FORWARD),
+        AccuracyBound("lse", factor=1.5, floor=5e-4, regimes=FORWARD),
+        *(AccuracyBound(each, factor=1.5, floor=5e-4, regimes=BACKWARD) for each in ("dq", "dk", "dv")),
     ),
     canonical_nan=True,
 )
@@ -166,6 +281,7 @@ def _workload(
     *,
     query: int | tuple[int, ...] | None = None,
     batch: int | None = None,
+    page: int = 16,
     weight: float = 1.0,
 ) -> Workload:
     """A workload of `batch` requests with `length` keys and `query` rows each (None: the phase's usual)."""
@@ -174,7 +290,7 @@ def _workload(
     axes: list[tuple[str, int | tuple[int, ...]]] = [("batch", batch), ("length", length)]
     if query is not None:
         axes.append(("query_length", query))
-    axes += [("page_size", 16), ("query_heads", heads[0]), ("kv_heads", heads[1]), ("head_dim", heads[2])]
+    axes += [("page_size", page), ("query_heads", heads[0]), ("kv_heads", heads[1]), ("head_dim", heads[2])]
     return Workload(phase, tuple(axes), weight)
 
 
@@ -248,16 +364,112 @@ GRIDS = {
 }
 
 
-def cost(workload: Workload) -> Cost:
-    """Least work of one call: two causal matrix products; every input read and every output written once."""
+def _cuda_study_grid() -> tuple[Workload, ...]:
+    """One GPU's GRPO step: heads of Qwen3-8B (36 layers, 32/8 heads, head_dim 128), attention calls a step.
+
+    8 prompts of about 500 tokens, 8 samples each, responses of about 1000 tokens: 64 completions.
+    - prefill: 8 prompts in 2 calls of 4: 2 x 36 layers = 72 calls.
+    - chunked prefill: other prompts in pieces of 256 rows while 24 requests decode, 4 pieces: 4 x 36 = 144.
+    - decode: 64 completions at batch 32 are 2 waves of 1000 steps: 2 x 1000 x 36 = 72000 calls, half each
+      with young and with grown contexts.
+    - update: micro-batches of 4 packed sequences are 16 forward passes, and as many again under gradient
+      checkpointing, 32 x 36 = 1152 calls; their backward passes 16 x 36 = 576.
+    """
+    layers = 36
+    packed = (1100, 1350, 1600, 1950)
+    return (
+        _workload("prefill", QWEN3_8B, (380, 450, 520, 640), weight=2 * layers),
+        _workload(
+            "chunked_prefill",
+            QWEN3_8B,
+            (512, *_spread(24, 500, 1500)),
+            query=(256,) + (1,) * 24,
+            weight=4 * layers,
+        ),
+        _workload("decode", QWEN3_8B, _spread(32, 400, 1100), weight=1000 * layers),
+        _workload("decode", QWEN3_8B, _spread(32, 900, 2000), weight=1000 * layers),
+        _workload("update", QWEN3_8B, packed, weight=32 * layers),
+        _workload("backward", QWEN3_8B, packed, weight=16 * layers),
+    )
+
+
+def _cuda_packed_grid() -> tuple[Workload, ...]:
+    """One sequence of 1K to 16K tokens, and 4 to 32 ragged ones."""
+    ragged = ((4, 4096), (8, 4096), (16, 2048), (32, 3200))
+    return (
+        *(_workload("update", QWEN3_8B, n) for n in (1024, 2048, 4096, 8192, 16384)),
+        *(_workload("update", QWEN3_8B, _spread(count, 200, longest)) for count, longest in ragged),
+    )
+
+
+def _cuda_backward_grid() -> tuple[Workload, ...]:
+    sequences = ((1024, 1), (4096, 1), (8192, 1), (16384, 1), (1024, 16), (4096, 4))
+    ragged = (_spread(16, 200, 2048), _spread(32, 200, 3200))
+    return (
+        *(_workload("backward", QWEN3_8B, n, batch=b) for n, b in sequences),
+        *(_workload("backward", QWEN3_8B, n) for n in ragged),
+        _workload("backward", (14, 2, 64), 4096),
+    )
+
+
+def _cuda_paged_grid() -> tuple[Workload, ...]:
+    """Decode and prefill of the published cells, pages of 16 and 64."""
+    decode = [(b, n) for b in (1, 4, 8, 16) for n in (128, 1024, 4096, 8192)]
+    return (
+        *(_workload("decode", QWEN3_8B, n, batch=b, page=page) for page in (16, 64) for b, n in decode),
+        *(_workload("prefill", QWEN3_8B, n, page=page) for page in (16, 64) for n in (1024, 4096, 16384)),
+    )
+
+
+def _cuda_large_grid() -> tuple[Workload, ...]:
+    """Batches to 1024 and contexts to 131072."""
+    cells = ((32, 2048), (64, 2048), (128, 2048), (256, 1024), (512, 512), (1024, 256))
+    long = ((1, 32768), (8, 32768), (1, 131072), (4, 131072))
+    return tuple(_workload("decode", QWEN3_8B, n, batch=b) for b, n in cells + long)
+
+
+def _cuda_heads_grid() -> tuple[Workload, ...]:
+    """Every listed ratio of query to KV heads, both head sizes."""
+    models: tuple[tuple[int, int, int], ...] = (SMOLLM2_135M, QWEN3_8B, *SCOPES)
+    return tuple(
+        workload
+        for heads in models
+        for workload in (
+            _workload("update", heads, 2048),
+            _workload("decode", heads, 2048, batch=16),
+            _workload("backward", heads, 2048),
+        )
+    )
+
+
+CUDA_GRIDS = {
+    "study": _cuda_study_grid(),
+    "published": _published_grid(),
+    "packed": _cuda_packed_grid(),
+    "paged": _cuda_paged_grid(),
+    "decode-large": _cuda_large_grid(),
+    "backward": _cuda_backward_grid(),
+    "heads": _cuda_heads_grid(),
+}
+
+
+def cost(workload: Workload, *, itemsize: int = 4) -> Cost:
+    """Least work of one call: its causal matrix products; every input read and every output written once.
+
+    The forward has two products, the backward five.
+    """
     shape = workload.shape
     lengths, rows = workload_lengths(workload)
     query_heads, kv_heads, head_dim = (_integer(shape[n]) for n in ("query_heads", "kv_heads", "head_dim"))
     visible = sum(r * (n - r) + r * (r + 1) // 2 for n, r in zip(lengths, rows, strict=True))
-    moved = 2 * sum(rows) * query_heads * head_dim + 2 * sum(lengths) * kv_heads * head_dim
-    if workload.phase == "update":
-        moved += sum(rows) * query_heads
-    return Cost(flops=4.0 * visible * query_heads * head_dim, bytes=4.0 * moved)
+    backward = workload.phase == "backward"
+    query_tensors, key_tensors = (4, 4) if backward else (2, 2)
+    moved = (
+        query_tensors * sum(rows) * query_heads * head_dim + key_tensors * sum(lengths) * kv_heads * head_dim
+    )
+    log_sums = sum(rows) * query_heads if workload.phase in ("update", "backward") else 0
+    products = 5 if backward else 2
+    return Cost(2.0 * products * visible * query_heads * head_dim, itemsize * moved + 4.0 * log_sums)
 
 
 def _integer(value: int | tuple[int, ...]) -> int:
@@ -275,6 +487,10 @@ def _vendor(problem: Problem) -> Rows:
     from kernelbraid.ops.attention.reference import vendor
 
     return vendor(problem)
+
+
+def _scopes() -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip(("query_heads", "kv_heads", "head_dim"), heads, strict=True)) for heads in SCOPES)
 
 
 ATTENTION = Operator(
@@ -298,8 +514,37 @@ ATTENTION = Operator(
         Peer("torch_padded", "torch_padded", ("decode",)),
     ),
     peer_file="peers.py",
-    scopes=tuple(
-        {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        for query_heads, kv_heads, head_dim in SCOPES
+    scopes=_scopes(),
+)
+
+ATTENTION_CUDA = Operator(
+    name="attention",
+    backend="cuda",
+    contract=CUDA_CONTRACT,
+    files=("gpu.py",),
+    entry_points=("attention", "paged_attention", "write_kv_cache", "attention_backward"),
+    regimes=TRAINING,
+    grids=CUDA_GRIDS,
+    draw=partial(draw, dtypes=CUDA_CONTRACT.dtypes),
+    lower=lower,
+    reference=_reference,
+    vendor=_vendor,
+    cost=partial(cost, itemsize=2),
+    load_axes=load_axes,
+    timed=partial(timed, backend="cuda", dtype="bfloat16"),
+    peers=(
+        Peer("torch_cudnn", "torch_cudnn", ("prefill", "update"), uniform=True),
+        Peer("torch_flash_attention_2", "torch_flash", ("prefill", "update")),
+        Peer(
+            "flash_attention_4", "flash_attention_4", ("prefill", "update"), "flash_attn.cute", uniform=True
+        ),
+        Peer("split_decode", "split_decode", ("decode",)),
+        Peer("torch_cudnn", "torch_cudnn_decode", ("decode",), uniform=True),
+        Peer("torch_flash_attention_2", "torch_flash_decode", ("decode",), uniform=True),
+        Peer("flashinfer", "flashinfer_decode", ("decode",), "flashinfer", uniform=True),
+        Peer("torch_cudnn", "torch_cudnn_backward", ("backward",), uniform=True),
+        Peer("torch_flash_attention_2", "torch_flash_backward", ("backward",)),
     ),
+    peer_file="peers_gpu.py",
+    scopes=_scopes(),
 )
