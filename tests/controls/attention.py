@@ -198,14 +198,18 @@ def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
 SUMS = (READ, READ, READ, READ, READ, types.Array(float32, 2, "A", readonly=True))
 
 
-@njit((*SUMS, float32, float32, WRITTEN, WRITTEN, WRITTEN), error_model="numpy")
-def differentiate(q, keys, values, result, grad, log_sums, cl, scale, dq, dk, dv):
-    """Gradients of one sequence's rows q [n, Hq, D] over its keys and values [n, Hkv, D]."""
+@njit((*SUMS, int64, int64, float32, float32, WRITTEN, WRITTEN, WRITTEN), error_model="numpy")
+def differentiate(q, keys, values, result, grad, log_sums, size, turn, cl, scale, dq, dk, dv):
+    """Gradients of one sequence's rows q [n, Hq, D] over its keys and values [n, Hkv, D].
+
+    Partial sums over `size` rows; `turn` rotates the heads of each group, which is 0 in a good attention.
+    """
     n, group, part = q.shape[0], q.shape[1] // keys.shape[1], np.empty((3, q.shape[2]), np.float32)
     p, ds = np.empty((n, n), np.float32), np.empty((n, n), np.float32)
     dq[...], dk[...], dv[...] = 0, 0, 0
-    for h in range(q.shape[1]):
-        g = h // group
+    for head in range(q.shape[1]):
+        g = head // group
+        h = g * group + (head + turn) % group
         for i in range(n):
             delta = np.float32(0)
             for d in range(q.shape[2]):
@@ -220,9 +224,9 @@ def differentiate(q, keys, values, result, grad, log_sums, cl, scale, dq, dk, dv
                 p[i, j] = exp2(np.float32(0) if exponent > 0 else exponent)
                 ds[i, j] = p[i, j] * (product - delta)
         for x in range(n):
-            for block in range(0, n, GRADIENT_BLOCK):
+            for block in range(0, n, size):
                 part[:] = 0
-                for y in range(block, min(n, block + GRADIENT_BLOCK)):
+                for y in range(block, min(n, block + size)):
                     for d in range(q.shape[2]):
                         if y <= x:
                             part[0, d] = fma(ds[x, y], keys[y, g, d], part[0, d])
@@ -242,11 +246,12 @@ def differentiate(q, keys, values, result, grad, log_sums, cl, scale, dq, dk, dv
 
 def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, dq, dk, dv):
     factors = scaled(softmax_scale), np.float32(softmax_scale)
+    size, turn = GRADIENT_BLOCK, 0
     dq, dk, dv = (np.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v)))
     for b in range(len(cu_seqlens) - 1):
         rows = slice(cu_seqlens[b], cu_seqlens[b + 1])
         sequence = (q[rows], k[rows], v[rows], out[rows], dout[rows], lse[:, rows])
-        differentiate(*sequence, *factors, dq[rows], dk[rows], dv[rows])
+        differentiate(*sequence, size, turn, *factors, dq[rows], dk[rows], dv[rows])
 
 
 def numerics(constant_axes):
