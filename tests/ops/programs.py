@@ -17,7 +17,7 @@ def execute(program: Program, implementation: Any, seed: int = 7) -> dict[str, A
     for array in buffers.values():
         array.flags.writeable = False
     buffers.update({name: array.copy() for name, array in program.state.items()})
-    buffers.update({name: poison(rng, shape) for name, (shape, _) in program.outputs.items()})
+    buffers.update({name: poison(rng, *each) for name, each in program.outputs.items()})
     for call in program.calls:
         arguments = {
             name: buffers[value.buffer][value.start : value.stop] if isinstance(value, View) else value
@@ -48,6 +48,25 @@ class Plain:
             assert 0 <= stop - start <= max_seqlen
             part = slice(start, stop)
             Plain._rows(q[part], k[part], v[part], softmax_scale, out[part], lse[:, part])
+
+    @staticmethod
+    def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_scale, dq, dk, dv):
+        for start, stop in pairwise(cu_seqlens):
+            assert 0 <= stop - start <= max_seqlen
+            part = slice(start, stop)
+            group = q.shape[1] // k.shape[1]
+            o, do, queries = (a[part].astype(np.float64) for a in (out, dout, q))
+            keys, values = (np.repeat(a[part].astype(np.float64), group, axis=1) for a in (k, v))
+            weights = np.exp(np.einsum("ihd,jhd->hij", queries, keys) * softmax_scale - lse[:, part, None])
+            weights *= np.tri(stop - start)
+            delta = np.einsum("ihd,ihd->hi", o, do)[..., None]
+            scores = weights * (np.einsum("ihd,jhd->hij", do, values) - delta) * softmax_scale
+            dq[part] = np.einsum("hij,jhd->ihd", scores, keys)
+            for gradient, each in (
+                (dk, np.einsum("hij,ihd->jhd", scores, queries)),
+                (dv, np.einsum("hij,ihd->jhd", weights, do)),
+            ):
+                gradient[part] = each.reshape(stop - start, k.shape[1], group, k.shape[2]).sum(axis=2)
 
     @staticmethod
     def paged_attention(

@@ -8,7 +8,16 @@ import pytest
 from kernelbraid import ops
 from kernelbraid.contract import REGIMES, AccuracyBound, Exclusion, content_hash
 from kernelbraid.ops.attention.lowering import workload_lengths
-from kernelbraid.ops.attention.spec import ATTENTION, CONTRACT, EXP2_TABLES, GRIDS, LOG2_TABLE
+from kernelbraid.ops.attention.spec import (
+    ATTENTION,
+    ATTENTION_CUDA,
+    CONTRACT,
+    CUDA_CONTRACT,
+    CUDA_GRIDS,
+    EXP2_TABLES,
+    GRIDS,
+    LOG2_TABLE,
+)
 
 NUMERICS = {"chunk": 1024, "key_block": 64, "exp2_degree": 6}
 AXES = {"query_heads": 9, "kv_heads": 3, "head_dim": 64}
@@ -45,10 +54,22 @@ def test_requirements_are_complete_and_unique():
     ids = [r.id for r in CONTRACT.requirements]
     assert len(set(ids)) == len(ids)
     assert all(r.regime in REGIMES for r in CONTRACT.requirements)
-    for regime in ATTENTION.regimes:
-        names = {r.name for r in CONTRACT.requirements if r.regime == regime}
-        expected = {"rerun", "fresh_process", "batch", "padding", "implementations_agree"}
-        assert expected | {"accuracy_out", "accuracy_lse"} <= names
+    for operator in (ATTENTION, ATTENTION_CUDA):
+        for regime in operator.regimes:
+            names = {r.name for r in operator.contract.requirements if r.regime == regime}
+            expected = {"fresh_process", "batch", "padding", "implementations_agree"}
+            if regime == "backward":
+                expected |= {
+                    "gradient_rerun",
+                    "gradient_packing",
+                    "accuracy_dq",
+                    "accuracy_dk",
+                    "accuracy_dv",
+                }
+            else:
+                expected |= {"rerun", "accuracy_out", "accuracy_lse"}
+            assert expected <= names
+            assert ("graph_replay" in names) == (operator.backend == "cuda")
     assert "attention/1/decode_equals_prefill/decode" in ids
     assert "attention/1/update_equals_rollout/update" in ids
     assert "attention/1/chunked_prefill/chunked_prefill" in ids
@@ -106,6 +127,18 @@ def test_axes_name_their_limits():
 def test_blocks_divide_chunks():
     chunk, block, _ = CONTRACT.knobs
     assert all(c % b == 0 for c in chunk.choices for b in block.choices)
+    early, until, chunk, block = CUDA_CONTRACT.knobs
+    for large, small in ((until, chunk), (chunk, early), (early, block)):
+        assert all(n % m == 0 for n in large.choices for m in small.choices)
+
+
+def test_backends_have_bits_of_their_own():
+    numerics = {knob.name: knob.default for knob in CUDA_CONTRACT.knobs}
+    ids = {CUDA_CONTRACT.bits_id(numerics, dtype, AXES, "sm_90") for dtype in CUDA_CONTRACT.dtypes}
+    ids.add(CUDA_CONTRACT.bits_id({**numerics, "key_block": 32}, "bfloat16", AXES, "sm_80"))
+    assert len(ids | {BITS}) == 4
+    with pytest.raises(ValueError, match="dtype"):
+        CUDA_CONTRACT.bits_id(numerics, "float32", AXES, "sm_90")
 
 
 def _exact(coefficients):
@@ -139,7 +172,10 @@ def test_log2_table_is_an_odd_polynomial_of_log2():
         assert abs(float(z * _horner(coefficients, z * z)) - math.log2(f)) < 1e-7
 
 
-@pytest.mark.parametrize("workload", [w for grid in GRIDS.values() for w in grid], ids=lambda w: w.name)
+WORKLOADS = {w for grids in (GRIDS, CUDA_GRIDS) for grid in grids.values() for w in grid}
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS, key=repr), ids=lambda w: w.name)
 def test_workloads_lie_in_the_domain(workload):
     shape = workload.shape
     lengths, rows = workload_lengths(workload)
@@ -154,11 +190,12 @@ def test_workloads_lie_in_the_domain(workload):
 
 
 def test_workloads_of_a_grid_have_names_of_their_own():
-    for grid in GRIDS.values():
+    for grid in (*GRIDS.values(), *CUDA_GRIDS.values()):
         assert len({workload.name for workload in grid}) == len(grid)
 
 
 def test_study_grid_covers_every_regime():
+    assert {w.phase for w in CUDA_GRIDS["study"]} == set(ATTENTION_CUDA.regimes)
     assert {w.phase for w in GRIDS["study"]} == set(ATTENTION.regimes)
     assert {tuple(w.shape[n] for n in AXES) for w in GRIDS["study"]} == {(9, 3, 64)}
 
@@ -178,8 +215,25 @@ def test_cost_counts_what_rows_see():
     assert ATTENTION.cost(workload).flops == 4 * visible * heads * head_dim
 
 
+def test_the_backward_has_five_products_of_the_forwards_two():
+    forward, backward = (
+        next(w for w in CUDA_GRIDS["heads"] if w.phase == phase) for phase in ("update", "backward")
+    )
+    cost = ATTENTION_CUDA.cost(backward)
+    assert cost.flops == 2.5 * ATTENTION_CUDA.cost(forward).flops
+    rows, (query_heads, kv_heads, head_dim) = 2048, (backward.shape[n] for n in AXES)
+    assert cost.bytes == rows * (2 * 4 * head_dim * (query_heads + kv_heads) + 4 * query_heads)
+
+
+def test_heads_grid_has_every_group():
+    groups = {w.shape["query_heads"] // w.shape["kv_heads"] for w in CUDA_GRIDS["heads"]}
+    assert groups == {1, 3, 4, 5, 6, 7, 8}
+    assert {w.shape["head_dim"] for w in CUDA_GRIDS["heads"]} == {64, 128}
+
+
 def test_get_names_the_operators():
     assert ops.get("attention") is ATTENTION
+    assert ops.get("attention", "cuda") is ATTENTION_CUDA
     with pytest.raises(ValueError, match="attention"):
         ops.get("softmax")
 
@@ -188,7 +242,9 @@ def test_sources_are_shipped_and_hashed():
     assert ops.source(ATTENTION).label == "attention/cpu.py"
     assert "def paged_attention" in ops.source(ATTENTION).text
     assert "torch" in ops.source(ATTENTION, ATTENTION.peer_file).text
-    with pytest.raises(ValueError, match="no backend 'cuda'"):
-        ops.get("attention", "cuda")
+    assert "def attention_backward" in ops.source(ATTENTION_CUDA).text
+    assert "torch_cudnn" in ops.source(ATTENTION_CUDA, ATTENTION_CUDA.peer_file).text
+    with pytest.raises(ValueError, match="no backend 'rocm'"):
+        ops.get("attention", "rocm")
     with pytest.raises(ValueError, match=r"gpu\.py"):
         ops.source(ATTENTION, "gpu.py")

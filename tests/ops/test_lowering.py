@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 from tests.ops.programs import Plain, execute, rows_of
 
+from kernelbraid.contract import Workload
 from kernelbraid.ops.attention.inputs import draw, poison
 from kernelbraid.ops.attention.lowering import load_axes, lower, timed, workload_lengths
 from kernelbraid.ops.attention.reference import reference
-from kernelbraid.ops.attention.spec import ATTENTION, GRIDS
+from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA, GRIDS
+from kernelbraid.ops.formats import BFLOAT16, bits_type, information, is_float
 from kernelbraid.ops.problem import INPUT_KINDS, Layout, Problem, ProblemShape, View
 
 AXES = (("query_heads", 6), ("kv_heads", 2), ("head_dim", 64))
@@ -13,8 +15,15 @@ LENGTHS, ROWS = (40, 33, 0, 16, 7), (9, 33, 0, 1, 0)
 PIECES = ((4, 5), (1, 31, 1), (), (0, 1), ())
 
 
-def problem(kind="normal", lengths=LENGTHS, rows=ROWS, shared=0, seed=3, axes=AXES) -> Problem:
-    return draw(ProblemShape(axes, lengths, rows, kind, shared_prefix=shared), np.random.default_rng(seed))
+def problem(
+    kind="normal", lengths=LENGTHS, rows=ROWS, shared=0, seed=3, axes=AXES, dtype="float32"
+) -> Problem:
+    shape = ProblemShape(axes, lengths, rows, kind, dtype, shared_prefix=shared)
+    return draw(shape, np.random.default_rng(seed), dtypes=DTYPES)
+
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
+DTYPES = tuple(TOLERANCE)
 
 
 LAYOUTS = {
@@ -33,10 +42,11 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_programs_compute_the_problem(name):
+def test_programs_compute_the_problem(name, dtype):
     layout = LAYOUTS[name]
-    drawn = problem(shared=15)
+    drawn = problem(shared=15, dtype=dtype)
     exact = reference(drawn)
     program = lower(drawn, layout)
     found = rows_of(program, execute(program, Plain))
@@ -45,16 +55,31 @@ def test_programs_compute_the_problem(name):
         copies = layout.requests.count(b)
         rows = np.concatenate(pieces)
         assert len(rows) == copies * ROWS[b]
-        np.testing.assert_allclose(rows, np.concatenate([exact[quantity, b]] * copies), rtol=2e-6, atol=2e-6)
+        assert rows.dtype == (dtype if quantity == "out" else "float32")
+        bound = TOLERANCE[dtype]
+        exact_rows = np.concatenate([exact[quantity, b]] * copies)
+        np.testing.assert_allclose(rows.astype(np.float64), exact_rows, rtol=bound, atol=bound)
 
 
-def test_update_computes_whole_sequences():
-    drawn = problem(lengths=(9, 0, 33), rows=(9, 0, 33))
-    program = lower(drawn, Layout("update", (2, 0, 1), padding=2))
-    assert [call.entry_point for call in program.calls] == ["attention"]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("regime", ["update", "backward"])
+def test_whole_sequences_are_computed(regime, dtype):
+    drawn = problem(lengths=(9, 0, 33), rows=(9, 0, 33), dtype=dtype)
+    program = lower(drawn, Layout(regime, (2, 0, 1), padding=2))
+    expected = ["attention"] + ["attention_backward"] * (regime == "backward")
+    assert [call.entry_point for call in program.calls] == expected
     found = rows_of(program, execute(program, Plain))
-    for key, exact in reference(drawn).items():
-        np.testing.assert_allclose(np.concatenate(found[key]), exact, rtol=2e-6, atol=2e-6)
+    quantities = ("dq", "dk", "dv") if regime == "backward" else ("out", "lse")
+    assert set(found) == {(quantity, b) for quantity in quantities for b in range(3)}
+    exact = reference(drawn)
+    for key, pieces in found.items():
+        rows, bound = np.concatenate(pieces).astype(np.float64), 3 * TOLERANCE[dtype]
+        np.testing.assert_allclose(rows, exact[key], rtol=bound, atol=bound)
+
+
+def test_backward_needs_whole_sequences():
+    with pytest.raises(ValueError, match="every request"):
+        lower(problem(lengths=(9, 9), rows=(9, 3)), Layout("backward", (0,)))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -73,10 +98,11 @@ def test_every_row_is_covered_once(name):
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_nobody_owns_stays_poisoned(name):
-    layout = LAYOUTS[name]
-    drawn = problem(shared=15)
+def test_what_nobody_owns_stays_poisoned(name, dtype):
+    layout, bits = LAYOUTS[name], bits_type(np.dtype(dtype))
+    drawn = problem(shared=15, dtype=dtype)
     program = lower(drawn, layout)
     assert all(np.isnan(cache).all() for cache in program.state.values())
     buffers = execute(program, Plain)
@@ -87,11 +113,11 @@ def test_what_nobody_owns_stays_poisoned(name):
         pages, slots = table[i, positions // size], positions % size
         used[pages, slots] = True
         for cache, name_ in (("k_cache", "k"), ("v_cache", "v")):
-            kept = buffers[cache][pages, slots].view(np.int32)
-            np.testing.assert_array_equal(kept, drawn.requests[b][name_].view(np.int32))
+            kept = buffers[cache][pages, slots].view(bits)
+            np.testing.assert_array_equal(kept, drawn.requests[b][name_].view(bits))
     for cache in ("k_cache", "v_cache"):
-        left = buffers[cache][~used].view(np.int32)
-        np.testing.assert_array_equal(left, program.state[cache][~used].view(np.int32))
+        left = buffers[cache][~used].view(bits)
+        np.testing.assert_array_equal(left, program.state[cache][~used].view(bits))
     outside = np.ones(len(buffers["out"]), bool)
     for span in program.spans:
         if span.quantity == "out":
@@ -166,13 +192,18 @@ def test_problems_are_repeatable_and_differ_by_seed():
         assert (one.requests[0][name] != other.requests[0][name]).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", INPUT_KINDS)
-def test_kinds_are_what_they_say(kind):
-    drawn = problem(kind, lengths=(600, 40), rows=(600, 3))
+def test_kinds_are_what_they_say(kind, dtype):
+    drawn = problem(kind, lengths=(600, 40), rows=(600, 3), dtype=dtype)
     q, k, v = (np.concatenate([r[name] for r in drawn.requests]) for name in ("q", "k", "v"))
-    assert all(a.dtype == np.float32 for a in (q, k, v))
+    assert all(a.dtype == dtype for a in (q, k, v))
     finite = all(np.isfinite(a).all() for a in (q, k, v))
     assert finite == (kind != "non_finite")
+    tiny = float(information(np.dtype(dtype)).tiny)
+    if dtype != "float32":
+        assert np.isfinite(v).all()
+        q, k, v = (a.astype(np.float32) for a in (q, k, v))
     if kind == "heavy_tailed":
         assert np.abs(v).max() > 20
     elif kind == "cancelling":
@@ -186,7 +217,6 @@ def test_kinds_are_what_they_say(kind):
             assert ((a == 0) & np.signbit(a)).any() and ((a == 0) & ~np.signbit(a)).any()
         assert np.signbit(v[..., :16]).any() and (v[..., :8] == 0).all()
     elif kind == "denormals":
-        tiny = np.finfo(np.float32).tiny
         assert all(((a != 0) & (np.abs(a) < tiny)).any() for a in (q, k, v))
     elif kind == "saturated":
         assert np.abs(q).max() > 100
@@ -214,11 +244,27 @@ def test_shared_prefixes_are_equal():
         assert (third[10:] != second[10:12]).all()
 
 
-def test_poison_is_nan_of_many_payloads():
-    bits = poison(np.random.default_rng(1), (100, 1000)).view(np.uint32)
-    assert np.isnan(bits.view(np.float32)).all()
-    assert len(np.unique(bits)) > 10000
-    assert 0x7FC00000 not in bits
+@pytest.mark.parametrize(
+    ("dtype", "canonical", "payloads"),
+    [("float32", 0x7FC00000, 10000), ("float16", 0x7E00, 1000), ("bfloat16", 0x7FC0, 120)],
+)
+def test_poison_is_nan_of_many_payloads(dtype, canonical, payloads):
+    values = poison(np.random.default_rng(1), (100, 1000), dtype)
+    bits = values.view(bits_type(np.dtype(dtype)))
+    assert np.isnan(values).all()
+    assert len(np.unique(bits)) > payloads
+    assert canonical not in bits
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="dtype must be float32"):
+        draw(ProblemShape(AXES, (1,), (1,), dtype="bfloat16"), np.random.default_rng(1))
+
+
+def test_dout_belongs_to_whole_problems_and_changes_nothing_else():
+    whole = problem(lengths=(9, 5), rows=(9, 5), dtype="bfloat16")
+    assert [r["dout"].shape for r in whole.requests] == [(9, 6, 64), (5, 6, 64)]
+    assert all("dout" not in r for r in problem(lengths=(9, 5), rows=(9, 4)).requests)
 
 
 @pytest.mark.parametrize("workload", GRIDS["study"], ids=lambda w: w.name)
@@ -227,14 +273,16 @@ def test_timed_programs_are_distinct_calls(workload):
     program = timed(workload, np.random.default_rng(1), variants, pool, contiguous=False)
     assert len(program.calls) == variants
     entry_point = "attention" if workload.phase == "update" else "paged_attention"
+    entry_point = "attention_backward" if workload.phase == "backward" else entry_point
+    written = "dv" if workload.phase == "backward" else "out"
     assert {call.entry_point for call in program.calls} == {entry_point}
-    for name in ("q", "out"):
+    for name in ("q", written):
         views = [call.arguments[name] for call in program.calls]
         assert len({(view.start, view.stop) for view in views}) == variants
     buffers = execute(program, Plain)
-    assert np.isfinite(buffers["out"]).all()
+    assert np.isfinite(buffers[written]).all()
     lengths, rows = workload_lengths(workload)
-    assert len(buffers["out"]) == variants * sum(rows)
+    assert len(buffers[written]) == variants * sum(rows)
     if entry_point == "paged_attention":
         assert sum(program.inputs[name].nbytes for name in ("k_cache", "v_cache")) >= pool
         used = [-(-n // 16) for n in lengths]
@@ -266,6 +314,35 @@ def test_contiguous_form_calls_the_peer():
         assert isinstance(view, View)
         assert program.inputs["k"][view.start : view.stop].shape == (batch, 3, longest, 64)
     assert not program.outputs
+
+
+SMALL = {"query_heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16, "batch": 3}
+
+
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 7, 33)])
+@pytest.mark.parametrize("phase", ["prefill", "chunked_prefill", "decode", "update", "backward"])
+def test_timed_programs_on_cuda(phase, lengths):
+    axes = {**SMALL, "length": lengths}
+    if phase == "chunked_prefill":
+        axes["query_length"] = (4, 3, 2)
+    workload = Workload(phase, tuple(axes.items()))
+    for contiguous in (False, True):
+        program = ATTENTION_CUDA.timed(workload, np.random.default_rng(1), 2, 1 << 16, contiguous=contiguous)
+        floats = [a.dtype for a in program.inputs.values() if is_float(a.dtype)]
+        assert set(floats) - {np.dtype(np.float32)} == {BFLOAT16}
+        assert len(program.calls) == 2
+        if contiguous:
+            whole = phase in ("prefill", "update", "backward")
+            named = {"max_seqlen"} if whole else {"max_seqlen_q", "max_seqlen_k"}
+            assert named <= set(program.calls[0].arguments)
+            assert program.inputs["k"].ndim == (3 if whole else 4)
+            for call in program.calls:
+                read = [a.buffer for a in call.arguments.values() if isinstance(a, View)]
+                assert set(read) <= set(program.inputs)
+        else:
+            buffers = execute(program, Plain)
+            written = ("dq", "dk", "dv") if phase == "backward" else ("out",)
+            assert all(np.isfinite(buffers[name]).all() for name in written)
 
 
 def test_operator_is_wired():

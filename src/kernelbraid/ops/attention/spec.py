@@ -84,20 +84,28 @@ RELATIONS = (
     Relation("decode_equals_prefill", "a token decoded alone equals its row of the prompt", ("decode",)),
     Relation("update_equals_rollout", "the packed forward equals the rows that rollout gave", ("update",)),
 )
+TRAINED_RELATIONS = (
+    *(
+        replace(each, regimes=TRAINING) if each.name in ("fresh_process", "batch", "padding") else each
+        for each in RELATIONS
+    ),
+    Relation("gradient_rerun", "the same gradients again", BACKWARD),
+    Relation(
+        "gradient_packing", "gradients of a packed sequence equal those of the sequence alone", BACKWARD
+    ),
+)
+IMPLEMENTATIONS_AGREE = Relation("implementations_agree", "equal bits ids mean equal bits", TRAINING)
 
 CONTRACT = Contract(
     operator="attention",
     version=1,
     dtypes=("float32",),
     axes=AXES,
-    exclusions=(
-        *EXCLUSIONS,
-        Exclusion("backward", "gradients need reduction orders over queries; detach the inputs until then"),
-    ),
+    exclusions=EXCLUSIONS,
     rounding_points=(
         RoundingPoint("scale: cl = softmax_scale * log2(e)", "computed in float64, rounded once to float32"),
         RoundingPoint("every elementary operation", "float32, to nearest even, denormals kept"),
-        RoundingPoint("store of O and LSE", "float32 already: no further rounding"),
+        RoundingPoint("store of O, LSE, dQ, dK, dV", "float32 already: no further rounding"),
     ),
     elementary_operations=(
         ElementaryOperation("multiply, add, subtract", "IEEE-754 binary32, never contracted"),
@@ -132,6 +140,23 @@ CONTRACT = Contract(
             "L = fma(l, a1, L * a0) with a0 = exp2(M - Ms), a1 = exp2(m - Ms)",
         ),
         ("store", "O = A / L + 0, LSE = (M + log2(L)) * ln2"),
+        ("backward: delta", "+0; d ascending: delta = fma(O[d], dO[d], delta)"),
+        (
+            "backward: pair",
+            "s = fma(q[d], k[d], s), dp = fma(dO[d], v[d], dp) from +0, d ascending; x = fma(s, cl, nl), 0 "
+            "where x > 0, with nl = -float32(float64(LSE) * log2(e)); p = exp2(x), ds = p * (dp - delta)",
+        ),
+        (
+            "backward: dQ",
+            "blocks of 64 keys ascending from position 0, each from +0 by j ascending: part = fma(ds, k, "
+            "part), then dQ = dQ + part; stored as dQ * float32(softmax_scale) + 0",
+        ),
+        (
+            "backward: dK, dV",
+            "query heads of the group in order, blocks of 64 query rows ascending, each from +0 by i "
+            "ascending: part = fma(ds, q, part), fma(p, dO, part); then added; stored as "
+            "dK * float32(softmax_scale) + 0, dV + 0",
+        ),
     ),
     special_values=(
         ("signed zeros", "a zero result is stored as +0"),
@@ -146,15 +171,13 @@ CONTRACT = Contract(
         Knob("key_block", (16, 32, 64, 128, 256), 64, "keys per online-softmax step; divides chunk"),
         Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exp2 polynomial"),
     ),
-    relations=(
-        *RELATIONS,
-        Relation("implementations_agree", "equal bits ids mean equal bits", FORWARD),
-    ),
+    relations=(*TRAINED_RELATIONS, IMPLEMENTATIONS_AGREE),
     # Measured over 48 rows or more a case, normal to saturated, D 64 and 128: out at most 1.45 times torch's
     # error with exp2_degree 6, 1.6 with 5; log-sum-exp below 5e-7. Degree 4: 5 to 10 times, from 1.5e-6 on.
     accuracy=(
         AccuracyBound("out", factor=2.0, floor=1e-6, regimes=FORWARD),
         AccuracyBound("lse", factor=2.0, floor=5e-7, regimes=FORWARD),
+        *(AccuracyBound(each, factor=2.0, floor=1e-6, regimes=BACKWARD) for each in ("dq", "dk", "dv")),
     ),
     canonical_nan=True,
 )
@@ -249,18 +272,13 @@ CUDA_CONTRACT = Contract(
         Knob("key_block", (32, 64), 64, "keys per online-softmax step; 32 on sm_80"),
     ),
     relations=(
-        *(
-            replace(each, regimes=TRAINING) if each.name in ("fresh_process", "batch", "padding") else each
-            for each in RELATIONS
-        ),
-        Relation("gradient_rerun", "the same gradients again", BACKWARD),
-        Relation("gradient_packing", "gradients of a packed sequence equal the sequence alone's", BACKWARD),
+        *TRAINED_RELATIONS,
         Relation(
             "graph_replay",
             "a captured graph replayed on other inputs, lengths and tables equals those computed at once",
             TRAINING,
         ),
-        Relation("implementations_agree", "equal bits ids mean equal bits", TRAINING),
+        IMPLEMENTATIONS_AGREE,
     ),
     # FlashAttention-2's error on the same input is what a factor multiplies. Measured on sm_90: out 0.97 to
     # 1.0 times it, dq at most 1.02, dk and dv below 1. LSE is the log of a sum of rounded weights: 1.7e-4 of
@@ -317,7 +335,7 @@ def _study_grid() -> tuple[Workload, ...]:
     - decode: 64 completions at batch 16 are 4 waves of 300 steps: 4 x 300 x 30 = 36000 calls, a third each
       with young, mixed and grown contexts.
     - update: 64 completions in micro-batches of 4 packed sequences are 16 forward passes, and as many again
-      for recomputation under gradient checkpointing: 32 x 30 = 960 calls.
+      for recomputation under gradient checkpointing: 32 x 30 = 960 calls. Their backward passes are 480.
     """
     layers = 30
     prompt_pieces = (384, *_spread(12, 150, 450))
@@ -330,6 +348,7 @@ def _study_grid() -> tuple[Workload, ...]:
         _workload("decode", SMOLLM2_135M, _spread(16, 100, 600), weight=400 * layers),
         _workload("decode", SMOLLM2_135M, _spread(16, 300, 600), weight=400 * layers),
         _workload("update", SMOLLM2_135M, (250, 330, 410, 520), weight=32 * layers),
+        _workload("backward", SMOLLM2_135M, (250, 330, 410, 520), weight=16 * layers),
     )
 
 
@@ -493,13 +512,15 @@ def _scopes() -> tuple[dict[str, int], ...]:
     return tuple(dict(zip(("query_heads", "kv_heads", "head_dim"), heads, strict=True)) for heads in SCOPES)
 
 
+ENTRY_POINTS = ("attention", "paged_attention", "write_kv_cache", "attention_backward")
+
 ATTENTION = Operator(
     name="attention",
     backend="cpu",
     contract=CONTRACT,
     files=("cpu.py",),
-    entry_points=("attention", "paged_attention", "write_kv_cache"),
-    regimes=FORWARD,
+    entry_points=ENTRY_POINTS,
+    regimes=TRAINING,
     grids=GRIDS,
     draw=draw,
     lower=lower,
@@ -522,7 +543,7 @@ ATTENTION_CUDA = Operator(
     backend="cuda",
     contract=CUDA_CONTRACT,
     files=("gpu.py",),
-    entry_points=("attention", "paged_attention", "write_kv_cache", "attention_backward"),
+    entry_points=ENTRY_POINTS,
     regimes=TRAINING,
     grids=CUDA_GRIDS,
     draw=partial(draw, dtypes=CUDA_CONTRACT.dtypes),
