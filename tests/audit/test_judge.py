@@ -30,7 +30,7 @@ OTHER_BITS = ("BLOCK = 16", "BLOCK = 8")
 def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A small cache and short batches: the toy's calls take microseconds."""
     monkeypatch.setattr(environment, "cache_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(environment, "measured_rates", lambda again=False: (1e12, 1e12))
+    monkeypatch.setattr(environment, "measured_rates", lambda device, again=False: (1e12, 1e12))
     monkeypatch.setattr(pools, "BATCH_SECONDS", 0.002)
     monkeypatch.setattr(stages, "DISAGREEMENT", 1e6)
     monkeypatch.setenv("KERNELBRAID_HOME", str(tmp_path / "home"))
@@ -41,8 +41,8 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 @pytest.fixture
 def past_tripwires(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything past the tripwires, to meet the defences behind them."""
-    monkeypatch.setattr(stages, "tripped", lambda source: None)
-    monkeypatch.setattr("kernelbraid.audit.judge.tripped", lambda source: None)
+    monkeypatch.setattr(stages, "tripped", lambda source, backend: None)
+    monkeypatch.setattr("kernelbraid.audit.judge.tripped", lambda source, backend: None)
 
 
 def job(*sources: Source, level: Level = Level.SCREEN, **changes: object) -> jobs.AuditJob:

@@ -30,6 +30,10 @@ class Runner(Protocol):
         """Run every call of `program` in order on fresh, poisoned buffers and return the output buffers."""
         ...
 
+    def replay(self, captured: Program, program: Program, process: Process) -> Mapping[str, Array]:
+        """Capture the calls of one program, replay them on another's contents, return the output buffers."""
+        ...
+
 
 class Comparison(NamedTuple):
     """Two arrays compared as bits."""
@@ -126,9 +130,13 @@ class Memory:
         return self._references[key]
 
     def _run(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
-        program = self._operator.lower(self.problem(shape, seed), execution.layout)
+        problem, process = self.problem(shape, seed), execution.process
+        program = self._operator.lower(problem, execution.layout)
         self.executions += 1
-        return gather(program, self._runner.run(program, execution.process), shape.rows)
+        if execution.captured is None:
+            return gather(program, self._runner.run(program, process), shape.rows)
+        captured = self._operator.lower(problem, execution.captured)
+        return gather(program, self._runner.replay(captured, program, process), shape.rows)
 
     def _remembered(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         if key in self._kept:

@@ -28,6 +28,9 @@ _REPLY_LIMIT = 1 << 20
 _POLL_SECONDS = 0.02
 _WRITING = ("read-only", "readonly", "not writable", "writeable flag")
 """Words of the errors that numpy and Numba give for writing to an input."""
+_NO_MEMORY = frozenset({"builtins.MemoryError", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"})
+_COMPILERS = ("numba.", "llvmlite.", "triton.")
+"""Packages whose exceptions say that a source does not compile."""
 
 _INHERITED = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _THREAD_VARIABLES = ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -235,9 +238,9 @@ class Confined:
         line = text.splitlines()[-1][:400] if text.strip() else "an exception without a text"
         if any(words in text.lower() for words in _WRITING):
             return self.fail(Status.TAMPERED, f"it writes to its inputs: {line}")
-        if "builtins.MemoryError" in names:
+        if not _NO_MEMORY.isdisjoint(names):
             return self.fail(Status.OUT_OF_MEMORY, line)
-        if step not in ("run", "load") or any(name.startswith(("numba.", "llvmlite.")) for name in names):
+        if step not in ("run", "load") or any(name.startswith(_COMPILERS) for name in names):
             first = next((part for part in text.splitlines() if part.strip()), line)[:400]
             return self.fail(Status.BUILD_FAILED, f"{step}: {first}" + f" ... {line}" * (first != line))
         return self.fail(Status.CRASHED, line)

@@ -26,9 +26,9 @@ import numpy as np
 from kernelbraid.audit import environment
 from kernelbraid.audit.cases import Process
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.audit.measure import Rounds, contenders_of
+from kernelbraid.audit.measure import Rounds, call_seconds, contenders_of
 from kernelbraid.audit.orders import AuditJob, Candidate, Event
-from kernelbraid.audit.pools import Machine, Sweep, TimedProgram, timed_programs
+from kernelbraid.audit.pools import Machine, TimedProgram, sweep_of, timed_programs
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure, prune_compiled
 from kernelbraid.audit.stages import (
     Built,
@@ -131,7 +131,7 @@ class Judge:
         self._machine = Machine(
             self.environment.cache_bytes, self.environment.flops, self.environment.bandwidth
         )
-        self._sweep = Sweep(self.environment.cache_bytes)
+        self._sweep = sweep_of(job.device, self.environment.cache_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +158,7 @@ class Judge:
                 scratch=self._scratch,
                 cache=self._compiled,
                 limits=self.limits,
+                device=self.job.device,
             )
         except OSError as error:
             raise RuntimeError(f"cannot start a worker: {error}") from error
@@ -216,7 +217,7 @@ class Judge:
         """Start a candidate's processes, unless a tripwire ends its audit."""
         prepared = Prepared(candidate, Findings(seed=secrets.randbits(31), started=time.time()))
         with self._stage("tripwires", prepared):
-            prepared.ended = tripped(candidate.source)
+            prepared.ended = tripped(candidate.source, self.job.device)
         if prepared.ended is None:
             prepared.main = self._start(candidate.source)
             if candidate.level is not Level.SMOKE:
@@ -436,12 +437,9 @@ class Judge:
         rng = np.random.default_rng(secrets.randbits(64))
         program = self.operator.timed(workload, rng, 1, 0, contiguous=False)
         try:
-            loaded = root.load(program)
-            seconds = [root.run(loaded) for _ in range(3)]
+            return call_seconds(root, program)
         except WorkerFailure as failure:
             raise RuntimeError(f"the root fails in {workload.name}: {failure.reason}") from failure
-        root.drop(loaded)
-        return min(seconds)
 
     def _tell(
         self,

@@ -15,7 +15,7 @@ from kernelbraid.ir.evidence import Level
 
 FORMAT = "kernelbraid audit job 1"
 
-BESIDE_THE_JUDGE = frozenset({"bench", "beside", "selftest"})
+BESIDE_THE_JUDGE = frozenset({"bench", "beside", "sanitize", "selftest"})
 """Files of this package that use the judging code and give no verdict."""
 
 

@@ -142,10 +142,10 @@ def _shape(
     return ProblemShape(constant, (3, 40)[: len(rows)], rows, "normal", dtype)
 
 
-def tripped(source: Source) -> Ended | None:
+def tripped(source: Source, backend: str) -> Ended | None:
     """How an audit ends at the tripwires, if it does."""
     try:
-        findings = tripwires.scan(source.text)
+        findings = tripwires.scan(source.text, backend)
     except (SyntaxError, ValueError, MemoryError) as error:
         return Ended(Status.BUILD_FAILED, f"the source cannot be parsed: {error}")
     if findings:
@@ -189,14 +189,20 @@ class Hands:
         self._root_lock = root_lock or Lock()
 
     def run(self, program: Program, process: Process) -> Mapping[str, Array]:
+        return self._in(process, lambda worker: worker.execute(program))
+
+    def replay(self, captured: Program, program: Program, process: Process) -> Mapping[str, Array]:
+        return self._in(process, lambda worker: worker.replay(captured, program))
+
+    def _in(self, process: Process, work: Callable[[Worker], Mapping[str, Array]]) -> Mapping[str, Array]:
         if process != "root":
-            return self._workers[process]().execute(program)
+            return work(self._workers[process]())
         with self._root_lock:
             root = self._workers["root"]()
             if root.dead:
                 raise RuntimeError("the root failed in a check of another candidate")
             try:
-                return root.execute(program)
+                return work(root)
             except WorkerFailure as failure:
                 raise RuntimeError(f"the root failed in a check: {failure.reason}") from failure
 
@@ -239,9 +245,12 @@ def _failed(requirement: str, verdict: Verdict) -> str:
 
 
 def warm_specialisations(worker: Worker, programs: Sequence[TimedProgram]) -> tuple[str, ...]:
-    """Let the checks' process make one call of every timed program, and list what it has compiled by then."""
+    """Let the checks' process call every timed program, and list what it has compiled by then.
+
+    Once each; where calls are captured in graphs, all of them, since addresses may decide what is compiled.
+    """
     for program in programs:
-        loaded = worker.begin_load(program.program, program.inputs, calls=1)
+        loaded = worker.begin_load(program.program, program.inputs, calls=1, capture=program.repeats)
         worker.finish()
         worker.drop(loaded)
     return worker.specialisations()
@@ -390,7 +399,7 @@ def check_plausible(
     if not impossible():
         return
     for _ in range(TRIES):
-        flops, bandwidth = environment.measured_rates(again=True)
+        flops, bandwidth = environment.measured_rates(operator.backend, again=True)
         again = Machine(machine.cache_bytes, flops, bandwidth)
         for program in programs:
             program.bound_ms = again.bound_ms(operator, program.workload)
