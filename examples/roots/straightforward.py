@@ -292,15 +292,18 @@ def attend(q, k_cache, v_cache, table, offsets, cu, lengths, cl, tasks, probe, o
 
 
 @inner
-def weigh(q, dout, key, value, shift, delta, cl):
-    """P and dS of a query row and a key that it sees."""
-    s = dp = ZERO
-    for d in range(q.size):
-        s = fma(q[d], key[d], s)
-        dp = fma(dout[d], value[d], dp)
-    x = fma(s, cl, shift)
-    p = exp2(ZERO if x > ZERO else x)
-    return p, p * (dp - delta)
+def dot(a, b):
+    s = ZERO
+    for d in range(a.size):
+        s = fma(a[d], b[d], s)
+    return s
+
+
+@inner
+def weight(q, key, shift, cl):
+    """exp(scale * q . key - LSE) of a key that the row sees."""
+    x = fma(dot(q, key), cl, shift)
+    return exp2(ZERO if x > ZERO else x)
 
 
 @inner
@@ -326,11 +329,15 @@ def differentiate_head(q, k, v, out, lse, dout, cl, dq, dk, dv):
     """Add up the gradients of one query head of one sequence, rows and keys [n, D]."""
     n, size = q.shape[0], GRADIENT_BLOCK
     p, ds = np.empty((size, size), np.float32), np.empty((size, size), np.float32)
-    shift, delta = np.empty(n, np.float32), np.zeros(n, np.float32)
+    shift, delta, weights = np.empty(n, np.float32), np.empty(n, np.float32), np.zeros(n, np.float32)
     for i in range(n):
         shift[i] = -(np.float64(lse[i]) * LOG2E)
-        for d in range(q.shape[1]):
-            delta[i] = fma(out[i, d], dout[i, d], delta[i])
+        delta[i] = dot(contiguous(out[i]), contiguous(dout[i]))
+        for first in range(0, i + 1, size):
+            part = ZERO
+            for j in range(first, min(i + 1, first + size)):
+                part += weight(contiguous(q[i]), contiguous(k[j]), shift[i], cl)
+            weights[i] += part  # about 1: LSE is rounded
     for first in range(0, n, size):
         keys = min(size, n - first)
         for start in range(first, n, size):
@@ -340,8 +347,8 @@ def differentiate_head(q, k, v, out, lse, dout, cl, dq, dk, dv):
                 seen = min(keys, i + 1 - first)
                 for j in range(seen):
                     key, value = contiguous(k[first + j]), contiguous(v[first + j])
-                    row = contiguous(q[i]), contiguous(dout[i])
-                    p[r, j], ds[r, j] = weigh(*row, key, value, shift[i], delta[i], cl)
+                    p[r, j] = weight(contiguous(q[i]), key, shift[i], cl) * (ONE / weights[i])
+                    ds[r, j] = p[r, j] * (dot(contiguous(dout[i]), value) - delta[i])
                 add_part(ds[r, :seen], k, first, dq[i])
             for j in range(keys):
                 unseeing = max(0, first + j - start)

@@ -215,13 +215,22 @@ def differentiate(q, keys, values, result, grad, log_sums, size, turn, cl, scale
             for d in range(q.shape[2]):
                 delta = fma(result[i, h, d], grad[i, h, d], delta)
             shift = -np.float32(np.float64(log_sums[h, i]) * math.log2(math.e))
+            whole = np.float32(0)
+            for block in range(0, i + 1, size):
+                some = np.float32(0)
+                for j in range(block, min(i + 1, block + size)):
+                    score = np.float32(0)
+                    for d in range(q.shape[2]):
+                        score = fma(q[i, h, d], keys[j, g, d], score)
+                    exponent = fma(score, cl, shift)
+                    p[i, j] = exp2(np.float32(0) if exponent > 0 else exponent)
+                    some += p[i, j]
+                whole += some
             for j in range(i + 1):
-                score, product = np.float32(0), np.float32(0)
+                product = np.float32(0)
                 for d in range(q.shape[2]):
-                    score = fma(q[i, h, d], keys[j, g, d], score)
                     product = fma(grad[i, h, d], values[j, g, d], product)
-                exponent = fma(score, cl, shift)
-                p[i, j] = exp2(np.float32(0) if exponent > 0 else exponent)
+                p[i, j] *= np.float32(1) / whole
                 ds[i, j] = p[i, j] * (product - delta)
         for x in range(n):
             for block in range(0, n, size):

@@ -308,15 +308,15 @@ def emit_delta(out, dout, columns, delta):
 
 @machine
 def emit_gradients(rows, s, t, edges, scale):
-    """Turn rows of scores and of dP into P and dS; edges hold -LSE log2 e and delta of each row."""
+    """Turn rows of scores and of dP into P and dS, by the rows' edges."""
     scales = scale.load(F32).spread()
 
     def row(r):
-        shift, delta = ((edges + r * 8 + n).load(F32).spread() for n in (0, 4))
+        shift, delta, share = ((edges + r * 16 + n).load(F32).spread() for n in (0, 4, 8))
         for n in range(0, 4 * TILE, 64):
             p_place, ds_place = (x + r * (4 * WIDTH) + n for x in (s, t))
             x = p_place.load().fma(scales, shift)
-            p = x.pick(">", 0, 0, x).exp2()
+            p = x.pick(">", 0, 0, x).exp2() * share
             p_place.store(p)
             ds_place.store(p * (ds_place.load() - delta))
 
@@ -523,9 +523,10 @@ def add_products(rows, a_rows, a_add, a_step, b_rows, c, c_bytes, columns, depth
 
 @entry
 def row_edges(out, lse, dout, edges):
+    """Write each row's -LSE log2 e, its delta, 1 for one over the sum of its weights, and 0 for that sum."""
     for h in range(out.shape[1]):
         for t in range(out.shape[0]):
-            edges[h, t, 0] = -(np.float64(lse[h, t]) * LOG2E)
+            edges[h, t, 0], edges[h, t, 2], edges[h, t, 3] = -(np.float64(lse[h, t]) * LOG2E), 1, 0
             emit_delta((address(out[t, h]), address(dout[t, h]), out.shape[2], address(edges[h, t, 1:])))
 
 
@@ -534,7 +535,8 @@ def differentiate(inputs, work, dq, dk, dv):
     """Take tasks until none is left; False if this thread drops denormal numbers.
 
     A task is a KV head and rows first .. end - 1 of a sequence, and which gradients of theirs are wanted: of
-    the keys over all queries, of the queries over all keys, or, for all rows at once, both.
+    the keys over all queries, of the queries over all keys, for all rows at once both, or neither: then it
+    completes the edges of the rows, which the gradients need.
     """
     q, k, v, dout, edges, cu, numbers = inputs
     tasks, counters, scratches, probe = work
@@ -544,7 +546,8 @@ def differentiate(inputs, work, dq, dk, dv):
     one, scale = address(numbers), address(numbers) + 4
     nothing, factor = one + 8, one + 12
     scratch = scratches[fetch_add(address(counters) + 8)]
-    lines = address(scratch) + -address(scratch) % 64 + width * np.arange(2 * (TILE + columns))
+    scratch = scratch[-address(scratch) % 64 // 4 :]
+    lines = address(scratch) + width * np.arange(2 * (TILE + columns))
     s, t, k_tile, v_tile = lines[0], lines[TILE], lines[2 * TILE], lines[2 * TILE + columns]
     s_columns = s + 4 * np.arange(TILE)
     while True:
@@ -572,19 +575,26 @@ def differentiate(inputs, work, dq, dk, dv):
                 values = address(v_rows) + 8 * start
                 emit_transpose((count, columns, keys, 0, k_tile, keys, 0, values, 0))
                 emit_transpose((count, columns, values, 0, v_tile, keys, 0, values, 0))
-                for row in range(max(start, first), end if of_queries else length, TILE):
-                    rows = min(TILE, (end if of_queries else length) - row)
+                stop = length if of_keys else end
+                for row in range(max(start, first), stop, TILE):
+                    rows, at = min(TILE, stop - row), origin + row
                     queries, douts = address(q_rows) + 8 * row, address(do_rows) + 8 * row
                     table = address(lines) + 16 * TILE  # of the transposed keys, then values
                     for i in range(0, rows, ROWS):
                         few, product = min(ROWS, rows - i), (width, TILE, columns, nothing, 0)
                         emit_products((few, queries + 8 * i, 0, 4, table, 0, s + i * width, *product))
-                        other = table + 8 * columns
-                        emit_products((few, douts + 8 * i, 0, 4, other, 0, t + i * width, *product))
-                    emit_gradients((rows, s, t, address(edges[h, origin + row]), scale))
+                        if of_keys or of_queries:
+                            other = table + 8 * columns
+                            emit_products((few, douts + 8 * i, 0, 4, other, 0, t + i * width, *product))
+                    emit_gradients((rows, s, t, address(edges[h, at]), scale))
                     crossed = 1 if row == start else 0  # by the diagonal
+                    for i in range(0 if of_keys or of_queries else rows):
+                        part = np.float32(0)
+                        for j in range(i + 1 if crossed else count):
+                            part += scratch[i * WIDTH + j]
+                        edges[h, at + i, 3] += part
                     if of_queries:
-                        sums = (address(dq[origin + row, h]), dq.strides[0], columns, count, one)
+                        sums = (address(dq[at, h]), dq.strides[0], columns, count, one)
                         add_products(rows, address(lines) + 8 * TILE, 0, 4, keys, *sums, -crossed)
                     if of_keys:
                         sums = (address(dv[origin + start, g]), dv.strides[0], columns, rows, one)
@@ -592,6 +602,9 @@ def differentiate(inputs, work, dq, dk, dv):
                         sums = (address(dk[origin + start, g]), dk.strides[0], columns, rows, one)
                         add_products(count, address(s_columns), t - s, width, queries, *sums, crossed)
         for x in mine:
+            if not (of_keys or of_queries):
+                for h in heads:
+                    edges[h, x, 2] = np.float32(1) / edges[h, x, 3]
             if of_keys:
                 emit_scaled((address(dk[x, g]), columns, factor))
                 emit_scaled((address(dv[x, g]), columns, one))
@@ -729,24 +742,26 @@ def attention_backward(q, k, v, out, lse, dout, cu_seqlens, max_seqlen, softmax_
     (tokens, query_heads, columns), kv_heads = q.shape, k.shape[1]
     axes = {"query_heads": query_heads, "kv_heads": kv_heads, "batch": len(cu_seqlens) - 1}
     span = schedule(axes | {"query_length": max_seqlen, "key_length": max_seqlen}, CHOSEN)["span"]
-    wanted = (int(dk is not None or dv is not None), int(dq is not None))
-    kinds = [wanted] if span == 0 else [(wanted[0], 0), (0, wanted[1])]
-    tasks, pairs = [], 0
-    for length, b in sorted(((n, b) for b, n in enumerate(np.diff(cu_seqlens).tolist())), reverse=True):
-        pairs += query_heads * length * length // 2
-        for first in range(0, length, span or max(length, 1)):
-            part = (first, min(length, first + (span or length)))
-            tasks += [(b, g, *part, *kind) for kind in kinds if any(kind) for g in range(kv_heads)]
-    edges = np.empty((query_heads, tokens, 2), np.float32)
+    keys, queries = int(dk is not None or dv is not None), int(dq is not None)
+    edges = np.empty((query_heads, tokens, 4), np.float32)
     compiled(row_edges)(out, lse, dout, edges)
-    threads = thread_count(len(tasks), pairs * columns)
-    scratches = np.zeros((threads, 2 * WIDTH * (TILE + columns) + LANES), np.float32)
-    counters = np.zeros(3, np.int64)  # tasks taken, scratches taken, tasks done
     numbers = np.array([1, float(softmax_scale) * LOG2E, -1, softmax_scale], np.float32)
     inputs = (q, k, v, dout, edges, cu_seqlens, numbers)
-    work = (np.array(tasks, np.int64).reshape(-1, 6), counters, scratches, DENORMAL_PROBE)
     gradients = [np.empty_like(x) if d is None else d for d, x in ((dq, q), (dk, k), (dv, v))]
-    share(compiled(differentiate), (inputs, work, *gradients), threads, counters, len(tasks))
+    lengths = sorted(((n, b) for b, n in enumerate(np.diff(cu_seqlens).tolist()) if n), reverse=True)
+    pairs = query_heads * sum(n * n for n, _ in lengths) // 2
+    wanted = [(keys, 0), (0, queries)] if span else [(keys, queries)]
+    for kinds in ([(0, 0)], [kind for kind in wanted if any(kind)]):
+        tasks = []
+        for n, b in lengths:
+            for first in range(0, n, span or n):
+                part = (first, min(n, first + (span or n)))
+                tasks += [(b, g, *part, *kind) for kind in kinds for g in range(kv_heads)]
+        threads = thread_count(len(tasks), pairs * columns)
+        scratches = np.zeros((threads, 2 * WIDTH * (TILE + columns) + LANES), np.float32)
+        counters = np.zeros(3, np.int64)  # tasks taken, scratches taken, tasks done
+        work = (np.array(tasks, np.int64).reshape(-1, 6), counters, scratches, DENORMAL_PROBE)
+        share(compiled(differentiate), (inputs, work, *gradients), threads, counters, len(tasks))
 
 
 def write_kv_cache(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k):
