@@ -34,11 +34,12 @@ POINTERS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 SHOWN = ("D", "BM", "BN", "PACK", "PAGE", "TMA", "SPLIT", "SWAP")
 GROUPS = (1, 4, 8)
 PAGES = (1, 7, 16, 64, 256)
-SHAPES = (
-    *((1, 1, keys) for keys in (100, 3000, 131072)),
-    *((200, 1, keys) for keys in (100, 4096)),
-    *((1, rows, keys) for rows, keys in ((3, 5000), (20, 600), (100, 400), (200, 30000), (4096, 4096))),
-    *((64, rows, keys) for rows, keys in ((20, 600), (512, 4096))),
+SHAPES = tuple(
+    (batch, rows, keys)
+    for batch in (1, 8, 200)
+    for rows in (1, 3, 6, 12, 20, 40, 100, 512)
+    for keys in (200, 600, 5000, 131072)
+    if rows <= keys
 )
 """Batch, query length and key length of the calls that are compiled: both sides of every choice."""
 

@@ -49,6 +49,13 @@ LOG2_TABLE = (
     "odd powers of z",
     ("0x1.715476p+1", "0x1.ec709ep-1", "0x1.2776c6p-1", "0x1.a61762p-2", "0x1.484b14p-2"),
 )
+CUDA_LOG2_TABLE = (
+    "powers of r",
+    (
+        *("-0x1.715476p-1", "0x1.ec7094p-2", "-0x1.715492p-2", "0x1.277f32p-2", "-0x1.ec7916p-3"),
+        *("0x1.a417e8p-3", "-0x1.6e9c86p-3", "0x1.5f9e54p-3", "-0x1.58fe60p-3", "0x1.8d64fep-4"),
+    ),
+)
 
 ROLLOUT: tuple[Regime, ...] = ("prefill", "chunked_prefill", "decode")
 FORWARD: tuple[Regime, ...] = (*ROLLOUT, "update")
@@ -142,9 +149,14 @@ CONTRACT = Contract(
         ("store", "O = A / L + 0, LSE = (M + log2(L)) * ln2"),
         ("backward: delta", "+0; d ascending: delta = fma(O[d], dO[d], delta)"),
         (
+            "backward: weights",
+            "s = fma(q[d], k[d], s) from +0, d ascending; x = fma(s, cl, nl), 0 where x > 0, with "
+            "nl = -float32(float64(LSE) * log2(e)); w = exp2(x); W = blocks of 64 keys ascending from "
+            "position 0, each from +0 by j ascending: part = part + w, then W = W + part; p = w * (1 / W)",
+        ),
+        (
             "backward: pair",
-            "s = fma(q[d], k[d], s), dp = fma(dO[d], v[d], dp) from +0, d ascending; x = fma(s, cl, nl), 0 "
-            "where x > 0, with nl = -float32(float64(LSE) * log2(e)); p = exp2(x), ds = p * (dp - delta)",
+            "dp = fma(dO[d], v[d], dp) from +0, d ascending; ds = p * (dp - delta)",
         ),
         (
             "backward: dQ",
@@ -203,7 +215,13 @@ CUDA_CONTRACT = Contract(
         ElementaryOperation("multiply, add, subtract", "mul.f32, add.f32, sub.f32, never contracted"),
         ElementaryOperation("fma", "fma.rn.f32, and only where the orders below write fma"),
         ElementaryOperation("ex2", "ex2.approx.ftz.f32: a denormal result is +0"),
-        ElementaryOperation("lg2", "lg2.approx.f32, of 0, NaN or at least 2^-8"),
+        ElementaryOperation(
+            "log2",
+            "x = 2^e * f with f in [2/3, 4/3) by bits, r = f - 1, p = polynomial in r by Horner's rule with "
+            "fma, result float32(e) + fma(r, 0x1.715476p+0, r * (r * p)); 0 gives -inf, +inf gives +inf, NaN "
+            "gives NaN (as Triton writes out libdevice's log2f)",
+            (CUDA_LOG2_TABLE,),
+        ),
         ElementaryOperation("1 / L", "div.rn.f32, correctly rounded"),
         ElementaryOperation("maximum", "max.f32: NaN loses"),
         ElementaryOperation("round16", "cvt.rn to bfloat16 or float16, to nearest even"),
@@ -231,7 +249,7 @@ CUDA_CONTRACT = Contract(
             "chunks ascending from M = -inf, L = +0, A = +0: A = fma(acc, a1, A * a0), "
             "L = fma(l, a1, L * a0) with a0 = ex2(M - Ms), a1 = ex2(m - Ms)",
         ),
-        ("store", "O = round16(A * (1 / L) + 0), LSE = (M + lg2(L)) * ln2"),
+        ("store", "O = round16(A * (1 / L) + 0), LSE = (M + log2(L)) * ln2"),
         ("backward: delta", "sum over d of O[d] * dO[d] by halving: d and d + D/2, then d + D/4, and so on"),
         (
             "backward: weights",
