@@ -254,7 +254,7 @@ def _check_tensor(
     if tensor.is_neg():
         raise ValueError(f"{name} is a lazily negated view: call .resolve_neg()")
     stride = tensor.stride(-1)
-    if stride != 1 and tensor.shape[-1] > 1:
+    if stride != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise ValueError(f"{name}'s last dimension must have stride 1, not {stride}: call .contiguous()")
 
 
