@@ -617,7 +617,7 @@ def write_cache_kernel(
     o_t = tl.program_id(0) // HK * BT + tl.arange(0, BT)
     h = tl.program_id(0) % HK
     o_d = tl.arange(0, D)
-    m_t = o_t < tokens
+    m_t = o_t < tl.minimum(tokens, tl.load(CU + batch))  # rows after the last request are nobody's
     b = tl.zeros((BT,), tl.int32)
     for first in range(1, batch, BB):  # requests that start at or before the token, less one
         o_b = first + tl.arange(0, BB)
