@@ -48,6 +48,13 @@ class Limits:
     """Standard output and error kept; the rest is read and dropped."""
 
 
+def limits_of(device: str) -> Limits:
+    """The usual limits on `cpu` or `cuda`: there a call may have to compile several kernels."""
+    return (
+        Limits() if device == "cpu" else Limits(build_seconds=300.0, run_seconds=120.0, memory_bytes=8 << 30)
+    )
+
+
 class WorkerFailure(RuntimeError):  # noqa: N818 - most are the candidate's failure, not an error
     """A worker that did not do what it was asked: how the audit ends, why, and what the worker printed."""
 

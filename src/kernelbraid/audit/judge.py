@@ -25,6 +25,7 @@ import numpy as np
 
 from kernelbraid.audit import environment
 from kernelbraid.audit.cases import Process
+from kernelbraid.audit.confined import limits_of
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.measure import Rounds, call_seconds, contenders_of
 from kernelbraid.audit.orders import AuditJob, Candidate, Event
@@ -112,7 +113,7 @@ class Judge:
         environment.require_device(job.device)
         self.job = job
         self.operator = operator
-        self.limits = limits or Limits()
+        self.limits = limits or limits_of(job.device)
         self.rule = rule or Sequential()
         self._progress = progress
         self._own_scratch = scratch is None
@@ -159,6 +160,7 @@ class Judge:
                 cache=self._compiled,
                 limits=self.limits,
                 device=self.job.device,
+                kin=self.job.root,
             )
         except OSError as error:
             raise RuntimeError(f"cannot start a worker: {error}") from error
@@ -390,6 +392,7 @@ class Judge:
             lambda contender: self._start(contender.source),
             self._sweep,
             too_slow=self.rule.too_slow,
+            ahead=self.rule.least if self.job.device == "cuda" else 1,
         )
         return rounds, of
 

@@ -141,6 +141,7 @@ class Rounds:
         sweep: empties the caches; called before every batch of the `cold` protocol.
         protocol: `cold` or `warm`.
         too_slow: a workload of which every batch takes this many times the root's ends the timing.
+        ahead: rounds whose processes are started together, where starting one takes long.
 
     Raises (from every method): ContenderFailure; TooSlow.
     """
@@ -152,6 +153,7 @@ class Rounds:
         sweep: Callable[[], None],
         protocol: Protocol = "cold",
         too_slow: float = math.inf,
+        ahead: int = 1,
     ) -> None:
         self._contenders = tuple(contenders)
         self._start = start
@@ -159,6 +161,9 @@ class Rounds:
         self._protocol = protocol
         self._too_slow = too_slow
         self._rng = np.random.default_rng(secrets.randbits(64))
+        self._ahead = ahead
+        self._importing: list[list[_Entry]] = []
+        self._ready: list[list[_Entry]] = []
         self._entries: list[_Entry] = []
         self._done = 0
 
@@ -166,25 +171,31 @@ class Rounds:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for group in (*self._importing, *self._ready):
+            _end(group)
+        self._importing, self._ready = [], []
         self._end()
 
     def _end(self) -> None:
-        for entry in self._entries:
-            entry.worker.kill()
+        _end(self._entries)
         self._entries = []
 
     def begin(self) -> None:
-        """Start the next round's processes and let them import, without waiting."""
-        if self._entries:
+        """Start the next rounds' processes and let them import, without waiting."""
+        if self._importing or self._ready:
             return
-        for contender in self._contenders:
-            self._entries.append(_Entry(contender, self._start(contender)))
-            with _blaming(contender):
-                self._entries[-1].worker.begin_build()
+        for _ in range(self._ahead):
+            self._importing.append([])
+            for contender in self._contenders:
+                self._importing[-1].append(_Entry(contender, self._start(contender)))
+                with _blaming(contender):
+                    self._importing[-1][-1].worker.begin_build()
 
     def measure(self) -> Round:
         """Measure one round: processes begun before or now, warmed up, then timed in quiet."""
         self.begin()
+        self._wait_for_imports()
+        self._entries = self._ready.pop(0)
         self._warm_up()
         samples: dict[str, list[float]] = {entry.contender.name: [] for entry in self._entries}
         clocks: dict[str, list[tuple[Clock, ...]]] = {name: [] for name in samples}
@@ -212,10 +223,16 @@ class Rounds:
             found,
         )
 
+    def _wait_for_imports(self) -> None:
+        """All that were started stand still before any is timed."""
+        for group in self._importing:
+            for entry in group:
+                with _blaming(entry.contender):
+                    entry.worker.finish()
+        self._ready += self._importing
+        self._importing = []
+
     def _warm_up(self) -> None:
-        for entry in self._entries:
-            with _blaming(entry.contender):
-                entry.worker.finish()
         for index in range(len(self._contenders[0].programs)):
             for entry in self._entries:
                 program = entry.contender.programs[index]
@@ -265,6 +282,11 @@ class Rounds:
             if slower > self._too_slow:
                 workload = contender.programs[index].workload.name
                 raise TooSlow(f"it takes {slower:.1f} times the root's time for {workload}")
+
+
+def _end(entries: Sequence[_Entry]) -> None:
+    for entry in entries:
+        entry.worker.kill()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from kernelbraid.audit import worker as worker_file
 from kernelbraid.audit.buffers import Arena, Poison, Specifications, arena_type, size_of, specified
-from kernelbraid.audit.confined import Confined, Limits, WorkerFailure
+from kernelbraid.audit.confined import Confined, Limits, WorkerFailure, limits_of
 from kernelbraid.contract import Contract, Source
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ops.problem import Argument, Array, Program, View
@@ -71,6 +71,8 @@ class Worker(Confined):
         cache: folder for compiled code, kept apart by source, so that later processes of one source reuse it.
         limits: time, memory and output.
         device: `cpu` or `cuda`: where the implementation runs.
+        kin: a trusted source whose compiled kernels a first process of this one begins with: Triton finds
+            those that are the same in both by their content.
 
     Every method raises WorkerFailure where the worker crashes, hangs, eats memory or cheats; it is dead then.
     """
@@ -84,11 +86,13 @@ class Worker(Confined):
         cache: Path,
         limits: Limits | None = None,
         device: str = "cpu",
+        kin: Source | None = None,
     ) -> None:
         self.source = source
         self.device = device
         self._arena = arena_type(device)
         self._running: LoadedProgram | None = None
+        self._left = 0
         named = entry_points if isinstance(entry_points, Mapping) else {name: name for name in entry_points}
         self.entry_points = dict(named)
         self._rng = np.random.default_rng(secrets.randbits(64))
@@ -96,14 +100,18 @@ class Worker(Confined):
         self._slots = 0
         self._dropped: list[int] = []
         self._forgotten: list[int] = []
+        self._leaving: list[Arena] = []
+        """Forgotten here; the worker lets go of them with its next request, and they live until then."""
         self._granted: set[int] = set()
         self._rooms: dict[str, Arena] = {}
         compiled = self._file.parent / "compiled"
+        if kin is not None and device == "cuda":
+            _begin_with(compiled / "triton", cache / _folder(kin) / "compiled" / "triton")
         super().__init__(
             str(Path(worker_file.__file__).with_name(PROGRAMS[device])),
             scratch / f"worker-{secrets.token_hex(6)}",
             {"NUMBA_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")},
-            limits or Limits(),
+            limits or limits_of(device),
         )
 
     def build(
@@ -254,6 +262,7 @@ class Worker(Confined):
         if arena.number in self._granted:
             self._granted.remove(arena.number)
             self._forgotten.append(arena.number)
+            self._leaving.append(arena)
             self.shared_bytes -= arena.size if arena.handle is None else 0
 
     def _room(self, what: str, specifications: Specifications) -> Arena:
@@ -321,11 +330,19 @@ class Worker(Confined):
             raise self.fail(Status.TAMPERED, "the worker's list of specialisations is malformed")
         return tuple(found)
 
+    def finish(self) -> dict[str, Any]:
+        """Wait for the answer; the process stands still when this returns."""
+        reply = super().finish()
+        self._leaving = self._leaving[self._left :]
+        self._left = 0
+        return reply
+
     def _ask(
         self, what: str, message: Mapping[str, Any], *, seconds: float, descriptors: tuple[int, ...] = ()
     ) -> None:
         gone = {"drop": self._dropped, "forget": self._forgotten}
         self._dropped, self._forgotten = [], []
+        self._left = len(self._leaving)
         self.begin({"do": what, **gone, **message}, seconds=seconds, descriptors=descriptors)
 
 
@@ -357,9 +374,25 @@ def prune_compiled(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _folder(source: Source) -> str:
+    """Name of a source's folder in the cache."""
+    return source.sha256[:32]
+
+
+def _begin_with(target: Path, origin: Path) -> None:
+    """Copy compiled kernels to where there are none yet, whole or not at all."""
+    if target.exists() or not origin.is_dir():
+        return
+    temporary = target.with_name(f"{secrets.token_hex(6)}.tmp")
+    with contextlib.suppress(OSError):
+        shutil.copytree(origin, temporary)
+        temporary.rename(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _written_source(source: Source, cache: Path) -> Path:
     """The source's file in the cache, written once: its time stamp is a key of its compiled code."""
-    file = cache / source.sha256[:32] / "implementation.py"
+    file = cache / _folder(source) / "implementation.py"
     with contextlib.suppress(FileNotFoundError):
         if file.read_text() == source.text:
             os.utime(file.parent)

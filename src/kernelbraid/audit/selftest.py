@@ -37,7 +37,10 @@ PROMOTED = "promoted"
 Promotable = Callable[[AuditEvidence], bool]
 """Whether the promotion rule holds on an audit's evidence, against the root as incumbent."""
 
-LIMITS = Limits(build_seconds=30.0, run_seconds=30.0, memory_bytes=1 << 30)
+LIMITS = {
+    "cpu": Limits(build_seconds=30.0, run_seconds=30.0, memory_bytes=1 << 30),
+    "cuda": Limits(build_seconds=120.0, run_seconds=60.0, memory_bytes=4 << 30),
+}
 WORKLOADS = 2
 """Workloads that are timed: the cheapest of the operator's study grid, of different phases."""
 COMPLETE = 5
@@ -168,7 +171,9 @@ class _Selftest:
         )
         compiled, scratch = self._scratch / "compiled", self._scratch / "run"
         try:
-            with Judge(job, self.operator, limits=LIMITS, scratch=scratch, compiled=compiled) as judge:
+            with Judge(
+                job, self.operator, limits=LIMITS[self.operator.backend], scratch=scratch, compiled=compiled
+            ) as judge:
                 return judge.audit(request)
         except RuntimeError as error:
             return error
@@ -257,7 +262,7 @@ class _Selftest:
             self.operator.entry_points,
             scratch=self._scratch / "run",
             cache=self._scratch / "compiled",
-            limits=LIMITS,
+            limits=LIMITS[self.operator.backend],
             device=self.operator.backend,
         )
 
