@@ -70,6 +70,17 @@ def refuse_grad(**tensors: Tensor | None) -> None:
                 )
 
 
+def score_factor(softmax_scale: float | None, q: Tensor) -> float:
+    """Check the factor of the scores, or return its default."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(q.shape[2])
+    if not isinstance(softmax_scale, int | float) or not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
+    if q.is_cuda and softmax_scale <= 0:
+        raise ValueError(f"softmax_scale must be above 0 on a GPU, got {softmax_scale!r}")
+    return float(softmax_scale)
+
+
 def check_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None
 ) -> float:
@@ -88,7 +99,7 @@ def check_packed(
         _check_bound("max_seqlen", max_seqlen, _longest(counts), "a sequence", limit)
     else:
         _check_host_bound("max_seqlen", max_seqlen, q.shape[0], batch, limit)
-    return _scale(softmax_scale, q)
+    return score_factor(softmax_scale, q)
 
 
 def check_gradient(q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
@@ -135,7 +146,7 @@ def check_paged(
         _check_tensor("out", out, (q.dtype,), 3, device)
         _check_shape("out", out, q.shape, "q")
         _check_written("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
-    return _scale(softmax_scale, q)
+    return score_factor(softmax_scale, q)
 
 
 def check_cache_write(
@@ -351,21 +362,13 @@ def _check_written(name: str, tensor: Tensor, others: dict[str, Tensor]) -> None
             if stride < extent:
                 raise ValueError(f"{name}'s elements overlap in memory: pass a tensor of its own")
             extent += stride * (size - 1)
-    first, end = _span(tensor)
+    storage = tensor.untyped_storage()
+    first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     for other_name, other in others.items():
-        other_first, other_end = _span(other)
-        near = max(first, other_first) < min(end, other_end)
-        if near and np.shares_memory(_layout(tensor), _layout(other)):
+        storage = other.untyped_storage()
+        apart = end <= storage.data_ptr() or storage.data_ptr() + storage.nbytes() <= first
+        if not apart and np.shares_memory(_layout(tensor), _layout(other)):
             raise ValueError(f"{name} must not share memory with {other_name}")
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
-    first, size = tensor.data_ptr(), tensor.element_size()
-    if not tensor.numel():
-        return first, first
-    last = sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return first, first + (last + 1) * size
 
 
 class _Placed:
@@ -384,16 +387,6 @@ class _Placed:
 
 def _layout(tensor: Tensor) -> npt.NDArray[Any]:
     return np.asarray(_Placed(tensor))
-
-
-def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(q.shape[2])
-    if not isinstance(softmax_scale, int | float) or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
-    if q.is_cuda and softmax_scale <= 0:
-        raise ValueError(f"softmax_scale must be above 0 on a GPU, got {softmax_scale!r}")
-    return float(softmax_scale)
 
 
 # ---- Values, in the CPU's memory ----
@@ -452,6 +445,8 @@ def _check_slots(new: Integers, lengths: Integers, table: Integers, size: int) -
     first = (lengths - new) // size
     counts = (lengths + (size - 1)) // size - first
     counts[new == 0] = 0
+    if counts.sum() < 2:
+        return
     request = np.repeat(np.arange(new.size), counts)
     column = np.arange(request.size) + (first - np.cumsum(counts) + counts)[request]
     origin = column * size
