@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from tests.audit import toy
@@ -169,3 +170,30 @@ def test_peers_are_called_by_another_name(started: list[Worker], tmp_path: Path)
 
 def test_a_batch_has_calls_enough() -> None:
     assert pools.BATCH_SECONDS >= 0.02
+
+
+def test_processes_of_several_rounds_may_start_together(
+    started: list[Worker], tmp_path: Path, programs: tuple[TimedProgram, ...]
+) -> None:
+    """All of them have imported and stand still before any is timed, and each round has its own."""
+    pair = [contender(name, toy.root(), programs) for name in ("root", "candidate")]
+    with rounds(started, tmp_path, pair, ahead=2) as timing:
+        timing.begin()
+        assert len(started) == 4
+        timing.measure()
+        assert [worker.dead for worker in started] == [True, True, False, False]
+        assert {psutil.Process(each.pid).status() for each in started[2:]} == {psutil.STATUS_STOPPED}
+        timing.measure()
+        assert len(started) == 4 and all(worker.dead for worker in started)
+        timing.measure()
+        assert len(started) == 8 and not started[-1].dead
+
+
+def test_a_call_is_timed_roughly(tmp_path: Path) -> None:
+    workload = toy.workload("decode", 8, 100)
+    program = toy.timed(workload, np.random.default_rng(0), 1, 0, contiguous=False)
+    slow = toy.hostile("import time; time.sleep(0.02)")
+    with Worker(slow, toy.SUMS.entry_points, scratch=tmp_path / "s", cache=tmp_path / "c") as worker:
+        worker.build()
+        assert 0.02 < measure.call_seconds(worker, program) < 0.2
+        assert worker.shared_bytes == 0, "nothing stays behind"

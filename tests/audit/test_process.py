@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.audit import toy
 
-from kernelbraid.audit.process import Limits, Worker, WorkerFailure
+from kernelbraid.audit.process import Limits, Worker, WorkerFailure, _begin_with
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
 
@@ -359,3 +359,18 @@ def test_a_worker_dies_with_its_judge(tmp_path: Path) -> None:
 def test_only_some_devices_have_graphs(make: MakeWorker) -> None:
     with pytest.raises(RuntimeError, match="device cpu has no graphs"):
         make(toy.root()).replay(toy.small_program(), toy.small_program())
+
+
+def test_compiled_kernels_are_begun_with_once(tmp_path: Path) -> None:
+    origin, target = tmp_path / "root" / "triton", tmp_path / "candidate" / "triton"
+    target.parent.mkdir()
+    _begin_with(target, origin)
+    assert not target.exists(), "nothing is compiled yet"
+    (origin / "kernel").mkdir(parents=True)
+    (origin / "kernel" / "x.cubin").write_bytes(b"root's")
+    _begin_with(target, origin)
+    (target / "kernel" / "x.cubin").write_bytes(b"candidate's")
+    _begin_with(target, origin)
+    assert (target / "kernel" / "x.cubin").read_bytes() == b"candidate's"
+    assert (origin / "kernel" / "x.cubin").read_bytes() == b"root's"
+    assert [each.name for each in target.parent.iterdir()] == ["triton"]

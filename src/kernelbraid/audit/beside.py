@@ -1,7 +1,6 @@
 """Implementations and peers side by side: fresh processes, interleaved batches, the clock of audits."""
 
 import importlib.util
-import math
 import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ from kernelbraid.ops.problem import Operator, Peer
 
 PROCESSES = 3
 """Fresh processes of every contender; a time is the median over their means."""
-GROUP_BYTES = 1 << 30
-"""Inputs of the workloads that are measured by the same processes."""
+GROUP_BYTES = {"cpu": 1 << 30, "cuda": 24 << 30}
+"""Inputs of the workloads that are measured by the same processes; on a GPU starting one takes seconds."""
 LIMITS = Limits(run_seconds=300.0, memory_bytes=8 << 30)
 
 
@@ -111,7 +110,7 @@ class SideBySide:
             lambda each: self.worker(each.source, each.entry_points),
             self._sweep,
             protocol,
-            too_slow=math.inf,
+            ahead=PROCESSES if self.operator.backend == "cuda" else 1,
         ) as rounds:
             measured = [rounds.measure() for _ in range(PROCESSES)]
         if self.confirm is not None:
@@ -140,7 +139,7 @@ class SideBySide:
         held = 0.0
         for workload in workloads:
             size = 2 * max(self.operator.cost(workload).bytes, COLD_CACHES * self.machine.cache_bytes)
-            full = held + size > GROUP_BYTES
+            full = held + size > GROUP_BYTES[self.operator.backend]
             if members and (full or self._peers(workload) != self._peers(members[0])):
                 yield tuple(members)
                 members, held = [], 0.0

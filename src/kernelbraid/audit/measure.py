@@ -18,6 +18,8 @@ from kernelbraid.ops.formats import bits_type, information, is_float
 from kernelbraid.ops.problem import Array, Program
 
 ROLES = ("root", "incumbent", "candidate")
+BATCHES = {"cpu": 2, "cuda": 4}
+"""Batches of each contender in a round, half of them in reverse order: a GPU's are shorter than its start."""
 EMPTY_BATCHES = 5
 """Batches without a call; the shortest is what a request costs by itself."""
 ESTIMATES = 3
@@ -202,7 +204,8 @@ class Rounds:
         blocks: list[Block] = []
         for index in range(len(self._contenders[0].programs)):
             times: dict[str, list[Clock]] = {name: [] for name in samples}
-            for order in (self._entries, self._entries[::-1]):
+            device = self._contenders[0].programs[index].device
+            for order in (self._entries, self._entries[::-1]) * (BATCHES[device] // 2):
                 blocks += self._block(index, order, times)
             self._not_too_slow(index, times)
             for entry in self._entries:

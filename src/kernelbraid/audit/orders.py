@@ -147,7 +147,7 @@ def harness_hash() -> str:
 
 
 def _implementation_side(stem: str) -> bool:
-    return stem in ("api", "cpu", "peers") or stem.startswith("gpu")
+    return stem in ("api", "arguments", "cpu", "registered") or stem.startswith(("gpu", "peers"))
 
 
 def write_job(job: AuditJob, path: Path) -> None:

@@ -75,6 +75,7 @@ class TimedProgram:
         self, workload: Workload, program: Program, repeats: int, bound_ms: float, device: str = "cpu"
     ) -> None:
         self.workload = workload
+        self.device = device
         self.repeats = repeats
         self.bound_ms = bound_ms
         self.inputs = arena_type(device).holding(program.inputs, "inputs")

@@ -13,6 +13,7 @@ from kernelbraid.audit.cases import Process, vacuous
 from kernelbraid.audit.checks import Memory, check, together
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.measure import (
+    BATCHES,
     Block,
     ContenderFailure,
     Round,
@@ -280,7 +281,7 @@ class Timing:
                 candidate_ms=tuple(r.ms[of["candidate"]][index] for r in self.rounds),
                 root_ms=tuple(r.ms[of["root"]][index] for r in self.rounds),
                 incumbent_ms=tuple(r.ms[of["incumbent"]][index] for r in self.rounds),
-                calls=2 * program.calls * len(self.rounds),
+                calls=BATCHES[program.device] * program.calls * len(self.rounds),
                 bound_ms=program.bound_ms,
             )
             for index, program in enumerate(programs)
