@@ -485,10 +485,11 @@ def test_a_proven_candidate_sets_the_bar_only_within_its_limits() -> None:
     proves = Sequential(most=3, hopeless=(), gain=1e9, too_slow=math.inf)
     for limit, lowered in ((1e-9, False), (1e9, True)):
         workloads = tuple(dataclasses.replace(w, limit=limit) for w in toy.SUMS.grids["study"])
-        asked = job(toy.variant(SAME_BITS), workloads=workloads)
+        slow = toy.hostile("import time\ntime.sleep(0.002)")
+        asked = job(toy.root(), workloads=workloads, root=slow, incumbent=slow)
         with Judge(asked, toy.SUMS, rule=proves) as judge:
             judge.audit(asked.candidates[0])
-            assert (judge._to_beat != 1.0) == lowered
+            assert (judge._to_beat < 1.0) == lowered
 
 
 def test_a_candidate_behind_the_one_to_beat_is_timed_once() -> None:
