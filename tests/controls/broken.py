@@ -15,6 +15,7 @@ CHUNKS = "            for first in range(0, seen, chunk):\n"
 STORE = "                out[row, h, d] = canonical(A[d] / L + np.float32(0))\n"
 WEIGHT = "                        p = weight(x[j - start], base)\n"
 ACCUMULATE = "                            acc[d] = fma(p, values[j, g, d], acc[d])\n"
+BLOCKS = "    size, turn = GRADIENT_BLOCK, 0\n"
 IN_DECODE = (PAGED, PAGED.replace("attend(", "(twin if rows == 1 else attend)("))
 IN_UPDATE = (PACKED, PACKED.replace("attend(", "twin("))
 Edit = tuple[str, str]
@@ -266,5 +267,38 @@ CONTROLS = (
         "padding/prefill",
         ((CHOICE, CHOICE + "            block = 2 * KEY_BLOCK if page_table.shape[1] % 2 else block\n"),),
         held=("rerun/prefill", "fresh_process/prefill"),
+    ),
+    Control(
+        "gradient_parts_follow_max_seqlen",  # a longer neighbour changes the partial sums
+        "gradient_packing/backward",
+        ((BLOCKS, BLOCKS.replace("BLOCK,", "BLOCK if max_seqlen <= 100 else 32,")),),
+        held=("gradient_rerun/backward", "fresh_process/backward", "accuracy_dk/backward"),
+    ),
+    Control(
+        "gradient_parts_follow_the_batch",
+        "batch/backward",
+        ((BLOCKS, BLOCKS.replace("BLOCK,", "BLOCK if len(cu_seqlens) < 12 else 32,")),),
+        held=("gradient_rerun/backward", "fresh_process/backward"),
+    ),
+    Control(
+        "heads_added_as_they_arrive",  # the heads of a group add their parts of dK and dV in any order
+        "gradient_rerun/backward",
+        (
+            ("LANES = 16\n", "LANES = 16\nARRIVALS = itertools.count()\n"),
+            (BLOCKS, BLOCKS.replace(", 0", ", next(ARRIVALS)")),
+        ),
+        held=("rerun/update", "accuracy_dk/backward"),
+    ),
+    Control(
+        "undeclared_gradient_parts",  # at one with itself, not with the root
+        "implementations_agree/backward",
+        (("GRADIENT_BLOCK = 64", "GRADIENT_BLOCK = 32"),),
+        held=("gradient_packing/backward", "gradient_rerun/backward", "accuracy_dq/backward"),
+    ),
+    Control(
+        "gradients_of_low_precision",
+        "accuracy_dk/backward",
+        (("p[i, j] * (product - delta)", bfloat16("p[i, j] * (product - delta)")),),
+        held=("gradient_packing/backward", "gradient_rerun/backward", "accuracy_dv/backward"),
     ),
 )
