@@ -51,7 +51,8 @@ def bench(
         progress: told of each step in a few words.
 
     Returns:
-        A JSON-able document: `environment`, `commit`, `rows`, and `skipped` with the reason.
+        A JSON-able document: `environment`, `commit`, `rows`, and with their reasons `skipped` workloads and
+        `failed_peers`.
 
     Raises:
         ValueError: no such grid, or its device is not there.
@@ -85,6 +86,7 @@ def bench(
         **commit(),
         "rows": rows,
         "skipped": skipped,
+        "failed_peers": run.left_out,
     }
 
 

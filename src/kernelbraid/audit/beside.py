@@ -11,8 +11,15 @@ import numpy as np
 
 from kernelbraid import ops
 from kernelbraid.audit.environment import COLD_CACHES
-from kernelbraid.audit.measure import Contender, Rounds, call_seconds, repeat_by_twin
-from kernelbraid.audit.pools import Machine, Protocol, sweep_of, timed_programs
+from kernelbraid.audit.measure import (
+    Contender,
+    ContenderFailure,
+    Round,
+    Rounds,
+    call_seconds,
+    repeat_by_twin,
+)
+from kernelbraid.audit.pools import Machine, Protocol, TimedProgram, sweep_of, timed_programs
 from kernelbraid.audit.process import Limits, Worker
 from kernelbraid.contract import Source, Workload
 from kernelbraid.ir.evidence import Environment
@@ -62,6 +69,8 @@ class SideBySide:
         self.sources = dict(sources)
         self.machine = Machine(environment.cache_bytes, environment.flops, environment.bandwidth)
         self.confirm = confirm
+        self.left_out: dict[str, str] = {}
+        """Entry point of a peer that failed -> why."""
         self._peer_file = ops.source(operator, operator.peer_file)
         self._sweep = sweep_of(operator.backend, environment.cache_bytes)
         self._scratch = scratch
@@ -82,8 +91,10 @@ class SideBySide:
     ) -> Iterator[Row]:
         """Measure workloads, several by the same processes where their inputs fit into memory together.
 
+        A peer that fails is left out from then on.
+
         Raises:
-            ContenderFailure: a contender's process failed.
+            ContenderFailure: a source's process failed.
             WorkerFailure: another process gave other bits.
         """
         for group in self._groups(workloads):
@@ -99,28 +110,43 @@ class SideBySide:
             )
             for contiguous in (False, True)
         )
-        contenders = [
-            Contender(name, source, self.operator.entry_points, ours, twin=name == self.confirm)
-            for name, source in self.sources.items()
-        ]
-        for peer in self._peers(workloads[0]):
-            contenders.append(Contender(peer.name, self._peer_file, {"peer": peer.entry_point}, theirs))
-        with Rounds(
-            contenders,
-            lambda each: self.worker(each.source, each.entry_points),
-            self._sweep,
-            protocol,
-            ahead=PROCESSES if self.operator.backend == "cuda" else 1,
-        ) as rounds:
-            measured = [rounds.measure() for _ in range(PROCESSES)]
+        measured = self._rounds(workloads[0], ours, theirs, protocol)
         if self.confirm is not None:
             with self.worker(self.sources[self.confirm]) as twin:
                 twin.build()
                 repeat_by_twin(twin, [block for each in measured for block in each.blocks])
         for index, workload in enumerate(workloads):
-            means = {each.name: tuple(r.ms[each.name][index] for r in measured) for each in contenders}
+            means = {name: tuple(r.ms[name][index] for r in measured) for name in measured[0].ms}
             ms = {name: statistics.median(values) for name, values in means.items()}
             yield Row(workload, protocol, ms, means, ours[index].bound_ms)
+
+    def _rounds(
+        self,
+        workload: Workload,
+        ours: tuple[TimedProgram, ...],
+        theirs: tuple[TimedProgram, ...],
+        protocol: Protocol,
+    ) -> list[Round]:
+        """Rounds of the sources and of the peers of such a workload; a peer that fails is left out."""
+        contenders = [
+            Contender(name, source, self.operator.entry_points, ours, twin=name == self.confirm)
+            for name, source in self.sources.items()
+        ]
+        for peer in self._peers(workload):
+            contenders.append(Contender(peer.name, self._peer_file, {"peer": peer.entry_point}, theirs))
+        ahead = PROCESSES if self.operator.backend == "cuda" else 1
+        try:
+            with Rounds(contenders, self._start, self._sweep, protocol, ahead=ahead) as rounds:
+                return [rounds.measure() for _ in range(PROCESSES)]
+        except ContenderFailure as failed:
+            if failed.name in self.sources:
+                raise
+            entry_point = next(peer.entry_point for peer in self._peers(workload) if peer.name == failed.name)
+            self.left_out[entry_point] = failed.failure.reason
+            return self._rounds(workload, ours, theirs, protocol)
+
+    def _start(self, contender: Contender) -> Worker:
+        return self.worker(contender.source, contender.entry_points)
 
     def _estimate(self, workloads: Sequence[Workload]) -> Callable[[Workload], float]:
         """Seconds of the first source's call of each workload: compiled, and warm."""
@@ -156,6 +182,7 @@ class SideBySide:
             if workload.phase in peer.phases
             and not (peer.uniform and ragged)
             and (not peer.module or importable(peer.module))
+            and peer.entry_point not in self.left_out
         )
 
 

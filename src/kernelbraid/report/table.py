@@ -209,6 +209,8 @@ def bench(console: Console, document: Document) -> None:
             "yes" if row["verified"] else "NO",
         )
     grid.show(console)
+    for peer, reason in document["failed_peers"].items():
+        line(console, f"left out: peer {peer}: {reason}")
     for skipped in document["skipped"]:
         line(console, f"left out: {skipped['grid']} {shape(skipped['workload'])}: {skipped['reason']}")
 
