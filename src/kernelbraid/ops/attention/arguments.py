@@ -87,8 +87,8 @@ def check_packed(
     """Check the arguments of packed attention and return the factor of the scores."""
     own, device = _domain("q", q)
     _check_rows("q", q, own.query_heads, own, device)
-    _check_rows("k", k, own.kv_heads, own, device)
-    _check_rows("v", v, own.kv_heads, own, device)
+    _check_rows("k", k, own.kv_heads, own, device, q)
+    _check_rows("v", v, own.kv_heads, own, device, q)
     _check_shape("k", k, (q.shape[0], None, q.shape[2]), "q")
     _check_shape("v", v, k.shape, "k")
     _check_group(q, k)
@@ -106,7 +106,7 @@ def check_gradient(q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
     """Check what the backward takes beside the arguments of packed attention."""
     own, device = _domain("q", q)
     for name, tensor in (("out", out), ("dout", dout)):
-        _check_rows(name, tensor, own.query_heads, own, device)
+        _check_rows(name, tensor, own.query_heads, own, device, q)
         _check_shape(name, tensor, q.shape, "q")
     _check_tensor("lse", lse, (torch.float32,), 2, device)
     _check_shape("lse", lse, (q.shape[1], q.shape[0]), "q")
@@ -127,7 +127,7 @@ def check_paged(
     """Check the arguments of paged attention and return the factor of the scores."""
     own, device = _domain("q", q)
     _check_rows("q", q, own.query_heads, own, device)
-    _check_caches(k_cache, v_cache, own, device)
+    _check_caches(k_cache, v_cache, own, device, q)
     _check_shape("k_cache", k_cache, (None, None, None, q.shape[2]), "q")
     _check_group(q, k_cache)
     batch = _check_offsets("cu_seqlens_q", cu_seqlens_q, own, device)
@@ -161,9 +161,9 @@ def check_cache_write(
     """Check the arguments of a cache write."""
     own, device = _domain("k", k)
     _check_rows("k", k, own.kv_heads, own, device)
-    _check_rows("v", v, own.kv_heads, own, device)
+    _check_rows("v", v, own.kv_heads, own, device, k)
     _check_shape("v", v, k.shape, "k")
-    _check_caches(k_cache, v_cache, own, device)
+    _check_caches(k_cache, v_cache, own, device, k)
     _check_shape("k_cache", k_cache, (None, None, *k.shape[1:]), "k")
     batch = _check_offsets("cu_seqlens_q", cu_seqlens_q, own, device)
     _check_pages(page_table, seqlens_k, batch, device)
@@ -278,14 +278,17 @@ def _wrong_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
     return text if dtypes == INDEX_DTYPES else f"{text} on {tensor.device.type}"
 
 
-def _check_rows(name: str, tensor: Tensor, heads: Axis, own: Domain, device: torch.device) -> None:
-    _check_tensor(name, tensor, own.dtypes, 3, device)
+def _check_rows(
+    name: str, tensor: Tensor, heads: Axis, own: Domain, device: torch.device, like: Tensor | None = None
+) -> None:
+    """Check rows [T, heads, D], of the dtype of another argument if one is given."""
+    _check_tensor(name, tensor, own.dtypes if like is None else (like.dtype,), 3, device)
     _check_heads(name, tensor, heads, own.head_dim)
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor, own: Domain, device: torch.device) -> None:
-    _check_tensor("k_cache", k_cache, own.dtypes, 4, device)
-    _check_tensor("v_cache", v_cache, own.dtypes, 4, device)
+def _check_caches(k_cache: Tensor, v_cache: Tensor, own: Domain, device: torch.device, like: Tensor) -> None:
+    _check_tensor("k_cache", k_cache, (like.dtype,), 4, device)
+    _check_tensor("v_cache", v_cache, (like.dtype,), 4, device)
     _check_heads("k_cache", k_cache, own.kv_heads, own.head_dim)
     own.page_size.check(k_cache.shape[1])
     _check_shape("v_cache", v_cache, k_cache.shape, "k_cache")
@@ -314,8 +317,6 @@ def _check_group(q: Tensor, keys: Tensor) -> None:
     query_heads, kv_heads = q.shape[1], keys.shape[-2]
     if query_heads % kv_heads:
         raise ValueError(f"q's {query_heads} heads must be a multiple of the {kv_heads} KV heads")
-    if q.dtype != keys.dtype:
-        raise ValueError(f"q is {q.dtype} and the keys are {keys.dtype}: all must have one dtype")
 
 
 def _check_offsets(name: str, offsets: Tensor, own: Domain, device: torch.device | None) -> int:
