@@ -41,7 +41,7 @@ HEADS_TOGETHER_KEYS = 65536
 DEPENDENT_LAUNCH = 1
 
 KNOBS = {
-    "CHUNK": ("numeric", (256, 512, 1024, 2048, 4096)),
+    "CHUNK": ("numeric", (1024, 2048, 4096)),
     "EARLY_CHUNK": ("numeric", (256, 512, 1024)),
     "EARLY_KEYS": ("numeric", (4096, 8192, 16384)),
     "KEY_BLOCK": ("numeric", (32, 64)),
@@ -142,6 +142,14 @@ def schedule(axes, knobs):
         "warps": 8 if tile == 128 or (tile == 64 and (split or not bulk)) else 4,
         "stages": 2 if few else knobs["STAGES"],
     }
+
+
+def schedule_knobs():
+    """The schedule knobs as this source sets them."""
+    tiles = {"TILE": TILE, "PACK_ROWS": PACK_ROWS, "STAGES": STAGES}
+    programs = {"PROGRAMS": PROGRAMS, "WALK_PROGRAMS": WALK_PROGRAMS, "WALK_KEYS": WALK_KEYS}
+    others = {"HEADS_TOGETHER_KEYS": HEADS_TOGETHER_KEYS, "DEPENDENT_LAUNCH": DEPENDENT_LAUNCH}
+    return tiles | programs | others
 
 
 def backward_tiles(depth, architecture):
@@ -251,7 +259,7 @@ def forward(q, k, v, table, cu, lengths, longest, keys, scale, out, lse):
     axes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": depth, "batch": batch}
     axes |= {"query_length": longest, "key_length": keys, "page_size": k.shape[1] if paged else 0}
     axes |= {"architecture": architecture, "bulk": all(descriptors)}
-    plan = schedule(axes, {name: globals()[name] for name in KNOBS})
+    plan = schedule(axes, schedule_knobs())
     pack, split = plan["pack"], plan["span"] > 0
     tiles, groups = triton.cdiv(longest * pack, plan["tile"]), batch * query_heads // pack
     # ptxas would spill in small tiles to fit more programs onto a multiprocessor
