@@ -1,3 +1,4 @@
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernelbraid import attention, ops, paged_attention, write_kv_cache
 from kernelbraid.contract import Source
 from kernelbraid.ops import installed
-from kernelbraid.ops.attention import registered
+from kernelbraid.ops.attention import arguments, registered
 from kernelbraid.ops.attention.spec import CONTRACT
 
 HEADS, KV, D, SIZE = 6, 2, 64, 4
@@ -306,6 +308,16 @@ def test_out_may_not_be_an_input():
     )
 
 
+def test_memory_of_another_storage_may_not_be_shared():
+    arguments_, _ = paged()
+    room = np.zeros((6, 2 * HEADS, D), np.float32)
+    q = torch.from_numpy(room)[:, :HEADS]
+    q.copy_(arguments_["q"])
+    apart, inside = torch.from_numpy(room)[:, HEADS:], torch.from_numpy(room)[:, 1 : HEADS + 1]
+    assert same(paged_attention(**{**arguments_, "q": q, "out": apart}), paged_attention(**arguments_))
+    refused(paged_attention, arguments_, {"q": q, "out": inside}, "out must not share memory with q")
+
+
 def test_writes_are_refused():
     new = writing()
     refused(
@@ -375,3 +387,99 @@ def test_shipped_source_is_what_is_called(fresh_choice):
     found = registered.implementation(torch.device("cpu"))
     assert found.__name__ == "kernelbraid.ops.attention.cpu"
     assert ops.source(ops.get("attention")).text == Path(found.__file__).read_text()
+
+
+# ---- What is checked on a GPU, with tensors that have no memory ----
+
+
+@pytest.fixture
+def on_gpu():
+    """Arguments of packed and of paged attention, as a GPU would hold them."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(31, h, D, dtype=torch.bfloat16, device="cuda") for h in (HEADS, KV, KV))
+        caches = [torch.empty(12, SIZE, KV, D, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        offsets, lengths = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (4, 3))
+        table = torch.empty(3, 6, dtype=torch.int32, device="cuda")
+        packed_ = (q, k, v, offsets, 22, None)
+        paged_ = (q, *caches, table, offsets, lengths, 22, 22, None, None)
+        yield packed_, paged_
+
+
+def changed(given, **positions):
+    return [positions.get(f"at{i}", value) for i, value in enumerate(given)]
+
+
+def test_good_arguments_pass_on_a_gpu(on_gpu):
+    packed_, paged_ = on_gpu
+    assert arguments.check_packed(*packed_) == arguments.check_paged(*paged_) == D**-0.5
+    q, k, v, *_ = packed_
+    assert arguments.check_packed(*changed(packed_, at0=q.half(), at1=k.half(), at2=v.half())) == D**-0.5
+
+
+def test_bad_arguments_are_refused_on_a_gpu(on_gpu):
+    packed_, paged_ = on_gpu
+    q, k, _, offsets, *_ = packed_
+    cases = [
+        ({"at0": q.float()}, "q must be torch.bfloat16 or torch.float16, got torch.float32 on cuda"),
+        ({"at1": k.half()}, "k must be torch.bfloat16, got torch.float16 on cuda"),
+        ({"at2": k.half()}, "v must be torch.bfloat16, got torch.float16 on cuda"),
+        ({"at1": k.cpu()}, "k is on cpu, others on cuda:0"),
+        ({"at2": k.to("cuda:1")}, "v is on cuda:1, others on cuda:0"),
+        ({"at3": offsets.cpu()}, "cu_seqlens is on cpu, others on cuda:0"),
+        (
+            {"at4": 10},
+            "max_seqlen must be between 11, the mean of 31 rows over 3 requests, and 131072, got 10",
+        ),
+        ({"at4": 131073}, "max_seqlen must be between 11"),
+        ({"at5": 0.0}, "softmax_scale must be above 0 on a GPU, got 0.0"),
+        ({"at5": -0.125}, "softmax_scale must be above 0 on a GPU, got -0.125"),
+        ({"at5": math.inf}, "softmax_scale must be a finite number"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            arguments.check_packed(*changed(packed_, **changes))
+    for changes, message in (
+        ({"at1": paged_[1].half()}, "k_cache must be torch.bfloat16"),
+        ({"at3": paged_[3].cpu()}, "page_table is on cpu"),
+        ({"at5": paged_[4]}, "cu_seqlens_q says 3 requests, seqlens_k 4"),
+        ({"at7": 10}, "max_seqlen_k must be between 11"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            arguments.check_paged(*changed(paged_, **changes))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, fresh_choice):
+    def become(model, *capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: model)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+
+    return become
+
+
+CUDA_0 = torch.device("cuda", 0)
+
+
+def test_old_gpus_are_refused(a_gpu):
+    a_gpu("Tesla T4", 7, 5)
+    with pytest.raises(RuntimeError, match="cuda:0 is Tesla T4, sm_75: attention needs sm_80 or newer"):
+        registered.implementation(CUDA_0)
+
+
+def test_a_gpu_finds_the_winner_of_its_model(a_gpu):
+    a_gpu("NVIDIA H200", 9, 0)
+    mark, contract = Source("MARK = 'H200'\n"), ops.get("attention", "cuda").contract.hash
+    about = {"architecture": "sm_90", "device": "NVIDIA H200", "contract": contract, "record": {}}
+    installed.install("attention", mark, **about)
+    found = registered.implementation(CUDA_0)
+    assert found.MARK == "H200"
+    with pytest.raises(RuntimeError, match="the installed attention has no attention_backward"):
+        registered._call("attention_backward", CUDA_0)
+
+
+def test_a_winner_of_the_cpus_contract_is_refused_on_a_gpu(a_gpu):
+    a_gpu("NVIDIA H200", 9, 0)
+    about = {"architecture": "sm_90", "device": "NVIDIA H200", "contract": CONTRACT.hash, "record": {}}
+    installed.install("attention", Source("MARK = 1\n"), **about)
+    with pytest.raises(RuntimeError, match="another contract"):
+        registered.implementation(CUDA_0)
