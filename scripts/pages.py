@@ -57,15 +57,16 @@ def contracts() -> str:
     """The hand-written part of docs/contracts.md, then every contract as it is now."""
     page = DOCS / "contracts.md"
     written = page.read_text().split(MARK)[0]
-    return written + MARK + "".join(_contract(operator.contract) for operator in OPERATORS)
+    return written + MARK + "".join(_contract(each.contract, each.backend) for each in OPERATORS)
 
 
-def _contract(contract: Contract) -> str:
-    return "\n".join(_sections(contract)) + "\n"
+def _contract(contract: Contract, backend: str) -> str:
+    return "\n".join(_sections(contract, backend)) + "\n"
 
 
-def _sections(contract: Contract) -> Iterator[str]:
-    yield f"\n## `{contract.name}`\n\nHash `{contract.hash[:16]}`. dtypes: {', '.join(contract.dtypes)}.\n"
+def _sections(contract: Contract, backend: str) -> Iterator[str]:
+    dtypes = ", ".join(contract.dtypes)
+    yield f"\n## `{contract.name}` on {backend.upper()}\n\nHash `{contract.hash[:16]}`. dtypes: {dtypes}.\n"
     axes = [
         (axis.name, _range(axis.low, axis.high, axis.choices), "model" if axis.constant else "load", axis.doc)
         for axis in contract.axes

@@ -155,7 +155,7 @@ def schedule_knobs():
 def backward_tiles(depth, architecture):
     """Queries, keys, warps and stages of the gradient kernels' tiles."""
     if large(architecture):
-        return {"dq": (128, 64, 8, 2), "dkv": (64 if depth == 64 else 32, 128, 8, 3)}
+        return {"dq": (128, 64, 8, 3), "dkv": (64 if depth == 64 else 32, 128, 8, 3)}
     return {"dq": (64, 32, 4, 2), "dkv": (32, 64, 8, 2)}
 
 
