@@ -357,19 +357,28 @@ def _check_host_bound(name: str, bound: int, rows: int, batch: int, limit: int) 
 
 def _check_written(name: str, tensor: Tensor, others: dict[str, Tensor]) -> None:
     """Refuse a tensor whose elements share memory with each other or with an input's."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < extent:
-                raise ValueError(f"{name}'s elements overlap in memory: pass a tensor of its own")
-            extent += stride * (size - 1)
-    storage = tensor.untyped_storage()
-    first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if not tensor.is_contiguous():
+        extent = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1:
+                if stride < extent:
+                    raise ValueError(f"{name}'s elements overlap in memory: pass a tensor of its own")
+                extent += stride * (size - 1)
+    first, end = _span(tensor)
     for other_name, other in others.items():
-        storage = other.untyped_storage()
-        apart = end <= storage.data_ptr() or storage.data_ptr() + storage.nbytes() <= first
-        if not apart and np.shares_memory(_layout(tensor), _layout(other)):
+        other_first, other_end = _span(other)
+        near = other_first < end and first < other_end
+        if near and np.shares_memory(_layout(tensor), _layout(other)):
             raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses between which a tensor's elements lie."""
+    if tensor.is_contiguous():
+        first = tensor.data_ptr()
+        return first, first + tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 class _Placed:
