@@ -29,6 +29,7 @@ SMOKE_RELATIONS = (
     "batch",
     "decode_equals_prefill",
     "update_equals_rollout",
+    "graph_replay",
     "implementations_agree",
 )
 
