@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -336,6 +337,18 @@ def test_fake_tensors_get_shapes():
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (HEADS, 40), torch.float32)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
+
+
+def test_forward_derivatives_and_transforms_are_not_silently_wrong():
+    q, k, v = inputs((0, 0, 0))
+    with forward_ad.dual_level():
+        attention(q, k, v, **BOUNDS)
+        with pytest.raises(ValueError, match="q has a tangent"):
+            attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, **BOUNDS)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: attention(x, k, v, **BOUNDS).sum())(q)
+    batch = torch.func.vmap(lambda x: attention(x, k, v, **BOUNDS))(torch.stack([q, -q]))
+    assert same(batch, [attention(x, k, v, **BOUNDS) for x in (q, -q)])
 
 
 def test_no_tokens_have_no_gradient():

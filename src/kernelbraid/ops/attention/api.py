@@ -87,6 +87,7 @@ def attention(
     """
     if window is not None or soft_cap is not None or sinks is not None:
         arguments.refuse_features(window=window, soft_cap=soft_cap, sinks=sinks)
+    arguments.refuse_tangents(q=q, k=k, v=v)
     if registered.is_traced(q):
         out, lse = registered.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale)
         return (out, lse) if return_lse else out
@@ -190,6 +191,7 @@ def paged_attention(
     """
     if window is not None or soft_cap is not None or sinks is not None:
         arguments.refuse_features(window=window, soft_cap=soft_cap, sinks=sinks)
+    arguments.refuse_tangents(q=q, k_cache=k_cache, v_cache=v_cache)
     arguments.refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     inputs = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k)
     if registered.is_traced(q):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernelbraid import ops
 from kernelbraid.contract import Axis, Contract
@@ -57,6 +58,14 @@ def refuse_features(**features: object) -> None:
             raise ValueError(
                 f"{exclusion.feature} is not part of contract {CONTRACT.name}: {exclusion.reason}; pass None"
             )
+
+
+def refuse_tangents(**tensors: Tensor) -> None:
+    """Refuse forward-mode derivatives, which would silently be left out."""
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise ValueError(f"{name} has a tangent, and attention has no forward-mode derivatives")
 
 
 def refuse_grad(**tensors: Tensor | None) -> None:

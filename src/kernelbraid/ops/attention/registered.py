@@ -369,9 +369,10 @@ def attend_with_grad(
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether somebody watches operators: a compiler, a dispatch mode or a tensor subclass."""
+    """Whether somebody watches operators: a compiler, a mode, a transform or a tensor subclass."""
     return (
         torch.compiler.is_compiling()
         or (type(tensor) not in (Tensor, torch.nn.Parameter) and isinstance(tensor, Tensor))
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
