@@ -64,7 +64,8 @@ def refuse_tangents(**tensors: Tensor) -> None:
     """Refuse forward-mode derivatives, which would silently be left out."""
     if forward_ad._current_level >= 0:
         for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            dual = forward_ad.unpack_dual(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[no-untyped-call]
+            if dual is not None and dual.tangent is not None:
                 raise ValueError(f"{name} has a tangent, and attention has no forward-mode derivatives")
 
 
