@@ -269,3 +269,27 @@ def test_torn_evidence_is_a_mismatch_and_a_missing_folder_an_error(evidence: Pat
     assert certificates.check_evidence(evidence)["mismatched"] == 2
     with pytest.raises(ValueError, match="no folder of evidence"):
         certificates.check_evidence(tmp_path / "nowhere")
+
+
+def test_another_schedule_of_a_source_keeps_its_numerics() -> None:
+    text = (
+        "BLOCK = 16\nTILE = 4\nMODE = 'a'\nALONE = 1\n"
+        "KNOBS = {'BLOCK': ('numeric', (8, 16)), 'TILE': ('schedule', (4, 64)),"
+        " 'MODE': ('schedule', ('b', 'a')), 'ALONE': ('schedule', (1,))}\n"
+    )
+    found = verify.with_other_schedule(Source(text, "x"))
+    assert found is not None and found.label == "x, another schedule"
+    assert found.text.splitlines()[:4] == ["BLOCK = 16", "TILE = 64", "MODE = 'b'", "ALONE = 1"]
+    assert verify.with_other_schedule(Source("BLOCK = 16\n")) is None
+
+
+def test_a_gpu_operator_has_a_second_implementation() -> None:
+    operator = ops.get("attention", "cuda")
+    second, shipped = verify.second_implementation(operator), ops.source(operator)
+    assert second is not None and second.sha256 != shipped.sha256
+    changed = [
+        (ours, theirs)
+        for ours, theirs in zip(shipped.text.splitlines(), second.text.splitlines(), strict=True)
+        if ours != theirs
+    ]
+    assert len(changed) >= 5 and all(" = " in ours for ours, _ in changed)

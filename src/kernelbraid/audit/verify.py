@@ -107,7 +107,8 @@ def in_use(operator: Operator) -> Source:
 def second_implementation(operator: Operator) -> Source | None:
     """Return another implementation to compare bits with, None where there is no other.
 
-    That is the next shipped one, or in a checkout a file of `examples/roots` with all entry points.
+    That is the next shipped one; or on the CPU, in a checkout, a file of `examples/roots` with all entry
+    points; or the shipped one with another choice of every schedule knob.
     """
     if len(operator.files) > 1:
         return ops.source(operator, operator.files[1])
@@ -117,7 +118,7 @@ def second_implementation(operator: Operator) -> Source | None:
         defined = {node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)}
         if defined >= set(operator.entry_points):
             return source
-    return None
+    return with_other_schedule(ops.source(operator)) if operator.backend != "cpu" else None
 
 
 def with_numerics(source: Source, numerics: Mapping[str, int]) -> Source:
@@ -126,6 +127,27 @@ def with_numerics(source: Source, numerics: Mapping[str, int]) -> Source:
     for name, value in numerics.items():
         text = re.sub(rf"(?m)^({re.escape(name.upper())} = )\d+$", rf"\g<1>{value}", text)
     return Source(text, label=source.label)
+
+
+def with_other_schedule(source: Source) -> Source | None:
+    """Return the source with the first other choice of every schedule knob, None where there is no choice."""
+    text = source.text
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="KNOBS")], value=knobs):
+                for name, (kind, choices) in ast.literal_eval(knobs).items():
+                    text = _with_other_choice(text, name, choices) if kind == "schedule" else text
+    return Source(text, label=f"{source.label}, another schedule") if text != source.text else None
+
+
+def _with_other_choice(text: str, name: str, choices: Sequence[object]) -> str:
+    assigned = re.compile(rf"(?m)^({re.escape(name)} = )(.+)$")
+    found = assigned.search(text)
+    if found is None:
+        return text
+    value = ast.literal_eval(found[2])
+    other = next((each for each in choices if each != value), value)
+    return assigned.sub(lambda match: f"{match[1]}{other!r}", text, count=1)
 
 
 def verify(
