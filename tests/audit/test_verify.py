@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.controls.broken import CONTROLS, GOOD
 
@@ -293,3 +294,31 @@ def test_a_gpu_operator_has_a_second_implementation() -> None:
         if ours != theirs
     ]
     assert len(changed) >= 5 and all(" = " in ours for ours, _ in changed)
+
+
+def test_scopes_may_be_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes = (SCOPE, {**SCOPE, "query_heads": 2}, {**SCOPE, "query_heads": 1})
+    monkeypatch.setattr(verify, "scopes_of", lambda operator: scopes)
+    monkeypatch.setitem(verify.SCOPES_TOGETHER, "cpu", 2)
+    fractions: list[float] = []
+    found = verify.verify(
+        ATTENTION,
+        level=Level.SMOKE,
+        source=Source(GOOD),
+        seed=1,
+        progress=lambda _, fraction: fractions.append(fraction),
+    )
+    assert found.held and len(found.bits_ids) == 3 and len(set(dict(found.bits_ids).values())) == 3
+    assert fractions == sorted(fractions) and fractions[-1] == pytest.approx(1.0)
+    assert all(verdict.cases % 3 == 0 for verdict in found.verdicts)
+    assert not psutil.Process().children(), "a verification left processes behind"
+
+
+def test_one_scope_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "scopes_of", lambda operator: (SCOPE, {**SCOPE, "query_heads": 2}))
+    monkeypatch.setitem(verify.SCOPES_TOGETHER, "cpu", 2)
+    broken = Source(GOOD + "\n_numerics = numerics\n\n\ndef numerics(axes):\n"
+                    "    return _numerics(axes) if axes['query_heads'] != 2 else {}\n")  # fmt: skip
+    with pytest.raises(RuntimeError, match="does not build"):
+        verify.verify(ATTENTION, level=Level.SCREEN, source=broken)
+    assert not psutil.Process().children(), "a verification left processes behind"

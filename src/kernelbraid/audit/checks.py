@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,9 @@ from kernelbraid.audit.drawings import Plan
 from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows
+
+_VENDOR = Lock()
+"""Held while the vendor's kernel runs: torch chooses among its kernels by process-wide switches."""
 
 REMEMBERED_BYTES = 384 << 20
 """Results and problems kept for the next cases, least recently used dropped first."""
@@ -126,7 +130,9 @@ class Memory:
         """The vendor's rows of the same problem."""
         key = ("vendor", shape, seed)
         if key not in self._references:
-            self._references[key] = self._operator.vendor(self.problem(shape, seed))
+            problem = self.problem(shape, seed)
+            with _VENDOR:
+                self._references[key] = self._operator.vendor(problem)
         return self._references[key]
 
     def _run(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:

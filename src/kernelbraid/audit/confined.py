@@ -96,24 +96,25 @@ class Confined:
         self._expected: dict[str, Any] | None = None
         folder.mkdir(parents=True)
         self._channel, theirs = socket.socketpair()
-        HOUSEHOLD.enter()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-B", program, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env={**self._fixed_environment(), **environment},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except BaseException:
-            HOUSEHOLD.leave()
-            raise
-        finally:
-            theirs.close()
-        HOUSEHOLD.add(self._process.pid)
+        with HOUSEHOLD.starting:
+            HOUSEHOLD.enter()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", program, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=folder,
+                    env={**self._fixed_environment(), **environment},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except BaseException:
+                HOUSEHOLD.leave()
+                raise
+            finally:
+                theirs.close()
+            HOUSEHOLD.add(self._process.pid)
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         self._output_ended = False

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,8 @@ class Household:
         """Workers that have been asked something; the others stand still."""
         self._before: set[int] = set()
         self._setting: int | None = None
+        self.starting = threading.RLock()
+        """Held while a worker starts, so that it is known before anybody asks for strays."""
 
     def enter(self) -> None:
         """Call before a worker is started."""
@@ -87,11 +90,12 @@ class Household:
 
     def leave(self, pid: int = 0) -> None:
         """Forget an ended worker; after the last one the process's own setting is put back."""
-        self._workers.discard(pid)
-        self.running.discard(pid)
-        if not self._workers and self._setting is not None:
-            _libc.prctl(_PR_SET_CHILD_SUBREAPER, self._setting, 0, 0, 0)
-            self._setting = None
+        with self.starting:
+            self._workers.discard(pid)
+            self.running.discard(pid)
+            if not self._workers and self._setting is not None:
+                _libc.prctl(_PR_SET_CHILD_SUBREAPER, self._setting, 0, 0, 0)
+                self._setting = None
 
     def strays(self) -> list[int]:
         """Children of the judge that it did not start: orphans of some worker.
@@ -101,7 +105,9 @@ class Household:
         """
         session = os.getsid(0)
         found = []
-        for pid in children(os.getpid()):
+        with self.starting:
+            present = children(os.getpid())
+        for pid in present:
             if pid not in self._workers and pid not in self._before:
                 with contextlib.suppress(ProcessLookupError):
                     if os.getsid(pid) != session:

@@ -6,10 +6,12 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from kernelbraid import ops
@@ -28,6 +30,8 @@ Progress = Callable[[str, float], None]
 """Told what is being checked, and which fraction is done."""
 
 LIMITS = Limits(build_seconds=300.0, run_seconds=300.0, memory_bytes=8 << 30)
+SCOPES_TOGETHER = {"cpu": 1, "cuda": 8}
+"""Scopes that are checked at a time: on a GPU most of the time goes into compiling, a core each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,41 +182,94 @@ def verify(
     against = against or second_implementation(operator)
     seed = secrets.randbits(31) if seed is None else seed
     start = time.perf_counter()
-    found: dict[str, Verdict] = {}
-    bits_ids: list[tuple[str, str]] = []
+    task = _Task(operator, environment.architecture, source, against, level, seed, progress)
+    parts = task.run(list(product(scopes_of(operator), operator.contract.dtypes)))
+    verdicts: dict[str, Verdict] = {}
     untested: dict[str, str] = {}
-    scopes = list(product(scopes_of(operator), operator.contract.dtypes))
-    with _Bench(operator, environment.architecture) as bench:
-        for number, (axes, dtype) in enumerate(scopes):
-            main = bench.built(source, axes, dtype)
-            root, reason = bench.agreeing(against, main, axes, dtype)
-            fresh = bench.fresh(source, axes, dtype)
-            bits_ids.append((_scope_text(operator, axes, dtype), main.bits_id))
-            plan = _plan(level, axes, dtype, main, seed, root is not None)
-            hands = Hands(_processes(main, fresh, root))
-            wanted = [r for r in operator.contract.requirements if not vacuous(r, plan)]
-            for missing in operator.contract.requirements:
-                if missing not in wanted:
-                    untested[missing.id] = reason
-            for done, verdict in enumerate(_verdicts(operator, plan, hands, wanted)):
-                found[verdict.requirement] = together(found.get(verdict.requirement), verdict)
-                fraction = (number + (done + 1) / len(wanted)) / len(scopes)
-                progress(f"{_scope_text(operator, axes, dtype)}: {verdict.requirement}", fraction)
-            fresh.worker.kill()
-        specialisations = bench.built(source, *scopes[0]).worker.specialisations()
+    for part in parts:
+        untested |= part.untested
+        for verdict in part.verdicts:
+            verdicts[verdict.requirement] = together(verdicts.get(verdict.requirement), verdict)
     return Report(
         operator=operator,
         source=source,
         against=against,
         level=level,
         seed=seed,
-        verdicts=tuple(found.values()),
-        bits_ids=tuple(bits_ids),
-        untested=tuple((name, reason) for name, reason in untested.items() if name not in found),
-        specialisations=specialisations,
+        verdicts=tuple(verdicts.values()),
+        bits_ids=tuple((part.scope, part.bits_id) for part in parts),
+        untested=tuple((name, reason) for name, reason in untested.items() if name not in verdicts),
+        specialisations=tuple(sorted({kernel for part in parts for kernel in part.specialisations})),
         environment=environment,
         seconds=time.perf_counter() - start,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was found in one scope."""
+
+    scope: str
+    bits_id: str
+    verdicts: tuple[Verdict, ...]
+    untested: dict[str, str]
+    specialisations: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Task:
+    """A verification; its scopes are checked one after the other on a CPU, several at a time on a GPU."""
+
+    operator: Operator
+    architecture: str
+    source: Source
+    against: Source | None
+    level: Level
+    seed: int
+    progress: Progress
+    done: float = 0.0
+    """Scopes that are done, in parts of one."""
+    lock: Lock = field(default_factory=Lock)
+
+    def run(self, scopes: Sequence[tuple[dict[str, int], str]]) -> list[_Part]:
+        threads = min(len(scopes), SCOPES_TOGETHER[self.operator.backend])
+        if threads == 1:
+            with _Bench(self.operator, self.architecture) as bench:
+                return [self._scope(bench, axes, dtype, len(scopes)) for axes, dtype in scopes]
+        with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
+            benches = [stack.enter_context(_Bench(self.operator, self.architecture)) for _ in scopes]
+            running = [
+                pool.submit(self._scope, bench, axes, dtype, len(scopes))
+                for bench, (axes, dtype) in zip(benches, scopes, strict=True)
+            ]
+            try:
+                return [each.result() for each in running]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                stack.close()  # ends the processes that threads wait for
+                raise
+
+    def _scope(self, bench: "_Bench", axes: dict[str, int], dtype: str, scopes: int) -> _Part:
+        main = bench.built(self.source, axes, dtype)
+        root, reason = bench.agreeing(self.against, main, axes, dtype)
+        fresh = bench.fresh(self.source, axes, dtype)
+        plan = _plan(self.level, axes, dtype, main, self.seed, root is not None)
+        requirements = self.operator.contract.requirements
+        wanted = [each for each in requirements if not vacuous(each, plan)]
+        scope = _scope_text(self.operator, axes, dtype)
+        verdicts = []
+        hands = Hands(_processes(main, fresh, root))
+        for verdict in _verdicts(self.operator, plan, hands, wanted):
+            verdicts.append(verdict)
+            with self.lock:
+                self.done += 1 / len(wanted)
+                self.progress(f"{scope}: {verdict.requirement}", self.done / scopes)
+        fresh.worker.kill()
+        untested = {each.id: reason for each in requirements if each not in wanted}
+        compiled = main.worker.specialisations()
+        if SCOPES_TOGETHER[self.operator.backend] > 1:
+            bench.close()
+        return _Part(scope, main.bits_id, tuple(verdicts), untested, compiled)
 
 
 def verify_case(
@@ -270,6 +327,10 @@ class _Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End its processes."""
         self._stack.close()
 
     def built(self, source: Source, axes: Mapping[str, int], dtype: str) -> Built:
