@@ -226,7 +226,7 @@ def selftest(
         _promotable,
         honest=read_source(root) if root else None,
         trials=trials,
-        fixtures=fixtures.named(only) if only else fixtures.FIXTURES,
+        fixtures=fixtures.named(only) if only else fixtures.for_device(device),
         progress=say,
     )
     if as_json:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kernelbraid import ops
-from kernelbraid.audit.fixtures import FIXTURES, named
+from kernelbraid.audit.fixtures import FIXTURES, for_device, named
 from kernelbraid.audit.selftest import Pair, cheapest, passed, selftest, smallest_gain, walk
 from kernelbraid.audit.timing import Sequential, Step
 from kernelbraid.audit.tripwires import scan
@@ -98,3 +98,9 @@ def test_audits_reject_hostile_candidates() -> None:
     assert observed["executes_a_string"] == "tripwire"
     assert document["promoted_exploits"] == 0
     assert not {each.name for each in chosen} & set(document["unexpected"])
+
+
+def test_fixtures_are_for_the_cpu() -> None:
+    with pytest.raises(ValueError, match="written for the CPU, not for cuda"):
+        selftest(ops.get("attention", "cuda"), lambda _: False, trials=0, fixtures=FIXTURES[:1])
+    assert for_device("cuda") == () and for_device("cpu") == FIXTURES
