@@ -405,6 +405,10 @@ def on_gpu():
         yield packed_, paged_
 
 
+def test_metadata_has_one_domain():
+    assert ops.get("attention", "cuda").contract.axes == CONTRACT.axes  # check_metadata's, for both
+
+
 def changed(given, **positions):
     return [positions.get(f"at{i}", value) for i, value in enumerate(given)]
 

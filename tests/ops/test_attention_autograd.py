@@ -58,7 +58,7 @@ def test_gradients_are_attentions():
 
 def test_the_reference_passes_gradcheck():
     generator = torch.Generator().manual_seed(0)
-    shapes = ((5, 4, 8), (7, 2, 8), (7, 2, 8))
+    shapes = ((2, 4, 3), (4, 2, 3), (4, 2, 3))
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
     assert torch.autograd.gradcheck(lambda *x: exact_attention(*x, 0.4), tensors)
 

@@ -312,13 +312,11 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dout is None or not any(needed):
         return (None,) * 6
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    dout = _rows_contiguous(dout)
-    found = iter(
-        # An eager call was checked in its forward; a backward is recorded only if a second one may follow.
-        (attention_backward if is_traced(q) or torch.is_grad_enabled() else _differentiate)(
-            q, k, v, out, lse, dout, cu_seqlens, ctx.max_seqlen, ctx.softmax_scale, needed
-        )
-    )
+    tensors = (q, k, v, out, lse, _rows_contiguous(dout), cu_seqlens)
+    # An eager call was checked in its forward; its backward is recorded only if a second one may follow.
+    recorded = is_traced(q) or torch.is_grad_enabled()
+    function = attention_backward if recorded else _differentiate
+    found = iter(function(*tensors, ctx.max_seqlen, ctx.softmax_scale, needed))
     return (*(next(found) if need else None for need in needed), None, None, None)
 
 
