@@ -2,7 +2,9 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -225,3 +227,19 @@ def test_heads_in_the_order_of_arrival_are_caught():
     again = gradients(*given, implementation=broken)
     assert unequal([dq], [again[0]]) == 0
     assert unequal([dk, dv], again[1:]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{"KEY_BLOCK": 256, "ROWS": 2}, {"KEY_BLOCK": 16, "TASKS": 64}], ids=str)
+def test_knobs_of_the_forward_do_not_matter(tmp_path, knobs):
+    path = tmp_path / "other.py"
+    text = Path(cpu.__file__).read_text()
+    for name, value in knobs.items():
+        text = edited(text, ((f"\n{name} = {getattr(cpu, name)}\n", f"\n{name} = {value}\n"),))
+    path.write_text(text)
+    spec = spec_from_file_location(f"other_{knobs['KEY_BLOCK']}", path)
+    other = module_from_spec(spec)
+    sys.modules[spec.name] = other
+    spec.loader.exec_module(other)
+    given = drawn(heads=(8, 2, 128))
+    assert unequal(gradients(*given, implementation=other), gradients(*given)) == 0
