@@ -57,7 +57,7 @@ OUTSIDE = Source(ROOT.text.replace("(256, 512, 1024, 2048)", "(256, 512, 1024, 1
         ({"patience": 0}, "patience must be positive"),
         ({"workloads": ()}, "workloads must name at least one"),
         ({"workloads": (Workload("decode", (("batch", 1),)),)}, "must give the constant axis query_heads"),
-        ({"workloads": (Workload("backward", WORKLOADS[0].axes),)}, "no regime backward"),
+        ({"workloads": (Workload("sample", WORKLOADS[0].axes),)}, "no regime sample"),  # type: ignore[arg-type]
         ({"root": Path("/nowhere/root.py")}, "cannot read the implementation"),
         ({"root": Source("def attention(:")}, "not valid Python"),
         ({"root": NO_NUMERICS}, "must define numerics"),
