@@ -311,8 +311,13 @@ def in_sets(pid, tiles, groups, together):
 
 @triton.jit
 def canonical(x, dtype: tl.constexpr):
-    """x as stored: one NaN."""
-    return tl.where(x == x, x, float("nan")).to(dtype)
+    """x as stored: one NaN, chosen among bits, since conversions have NaNs of their own."""
+    if dtype == tl.float32:
+        return tl.where(x == x, x, float("nan"))
+    else:
+        NAN: tl.constexpr = 0x7FC0 if dtype == tl.bfloat16 else 0x7E00
+        bits = x.to(dtype).to(tl.int16, bitcast=True)
+        return tl.where(x == x, bits, tl.full(bits.shape, NAN, tl.int16)).to(dtype, bitcast=True)
 
 
 @triton.jit
