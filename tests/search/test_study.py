@@ -1,5 +1,6 @@
 """A study is made whole or not at all, and refuses what it cannot search."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from tests.search.fake_audit import OPERATOR, ROOT, WORKLOADS, FakeAudits, new_s
 
 from kernelbraid.contract import BitPolicy, Source, Workload
 from kernelbraid.search.study import DEFAULT_PATIENCE, Study, constant_axes
+
+FORWARD_ONLY = replace(OPERATOR, regimes=("prefill", "decode"))
 
 
 def test_a_new_study_holds_what_it_was_given(tmp_path: Path) -> None:
@@ -57,7 +60,10 @@ OUTSIDE = Source(ROOT.text.replace("(256, 512, 1024, 2048)", "(256, 512, 1024, 1
         ({"patience": 0}, "patience must be positive"),
         ({"workloads": ()}, "workloads must name at least one"),
         ({"workloads": (Workload("decode", (("batch", 1),)),)}, "must give the constant axis query_heads"),
-        ({"workloads": (Workload("sample", WORKLOADS[0].axes),)}, "no regime sample"),  # type: ignore[arg-type]
+        (
+            {"operator": FORWARD_ONLY, "workloads": (Workload("backward", WORKLOADS[0].axes),)},
+            "no regime backward",
+        ),
         ({"root": Path("/nowhere/root.py")}, "cannot read the implementation"),
         ({"root": Source("def attention(:")}, "not valid Python"),
         ({"root": NO_NUMERICS}, "must define numerics"),
