@@ -94,8 +94,9 @@ def test_ops(run: Run) -> None:
     [attention] = document["operators"]
     assert attention["name"] == "attention"
     assert attention["contract"] == "attention/1"
-    assert attention["backends"] == ["cpu"]
-    assert attention["backward"] is False
+    assert attention["backends"] == ["cpu", "cuda"]
+    assert attention["dtypes"] == {"cpu": ["float32"], "cuda": ["bfloat16", "float16"]}
+    assert attention["backward"] is True
     assert "decode_equals_prefill" in attention["relations"]
     assert attention["certificates"] == []
 

@@ -100,7 +100,7 @@ def selftest(
     if operator.backend != "cpu" and fixtures:
         raise ValueError(
             f"the self-test's hostile candidates are written for the CPU, not for {operator.backend}: "
-            "without --fixture it times identical sources; `python -m pytest tests/gpu` audits a GPU's hostile ones"
+            "without --fixture it times identical sources; `python -m pytest tests/gpu` audits hostile ones"
         )
     with tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch:
         source = honest or ops.source(operator)
