@@ -550,3 +550,13 @@ def test_a_job_is_audited_into_a_results_file(tmp_path: Path) -> None:
     path = jobs.run_job(asked, tmp_path / "results.jsonl", find=lambda name, backend: toy.SUMS)
     statuses = [each.status for each in jobs.read_results(path).evidence]
     assert statuses == [Status.VERIFIED, Status.TRIPWIRE]
+
+
+@pytest.mark.parametrize("edits", [SAME_BITS, OTHER_BITS])
+def test_where_processes_start_slowly_all_start_together(
+    monkeypatch: pytest.MonkeyPatch, edits: tuple[str, str]
+) -> None:
+    monkeypatch.setattr("kernelbraid.audit.judge.SLOW_TO_START", frozenset({"cpu"}))
+    found = audit(toy.variant(edits))
+    assert found.status is Status.VERIFIED, found.reason
+    assert all(len(each.candidate_ms) == 3 for each in found.measurements)

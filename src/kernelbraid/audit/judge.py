@@ -57,6 +57,8 @@ from kernelbraid.ops.problem import Operator
 
 PREPARED_TOGETHER = 2
 """Candidates that are built and checked at the same time, while nothing is timed."""
+SLOW_TO_START = frozenset({"cuda"})
+"""Devices on which a process takes seconds to start: there, all that timing needs start together."""
 EVENT_SECONDS = 0.05
 """How long the judge waits for news of candidates being prepared before it looks whether they are done."""
 
@@ -392,7 +394,7 @@ class Judge:
             lambda contender: self._start(contender.source),
             self._sweep,
             too_slow=self.rule.too_slow,
-            ahead=self.rule.least if self.job.device == "cuda" else 1,
+            ahead=self.rule.least if self.job.device in SLOW_TO_START else 1,
         )
         return rounds, of
 
@@ -410,13 +412,19 @@ class Judge:
             self._tell("timing", candidate, message, fraction, data)
 
         assert found.built is not None
+        twin = Later(lambda: self._start(candidate.source))
+        together = self.job.device in SLOW_TO_START and rounds.have_twin
+        if together:
+            twin.begin()
         rounds.begin()
         found.specialisations = warm_specialisations(found.built.worker, programs)
+        if together:
+            twin()
         to_beat = 1.0 if candidate.level is Level.FULL else self._to_beat
         timing = run_timing(rounds, programs, of, self.rule, found.specialisations, deadline, told, to_beat)
         if len(timing.rounds) >= self.rule.least:
             check_clocks(timing.rounds, of["candidate"], programs)
-        check_twin(lambda: self._start(candidate.source), timing.rounds)
+        check_twin(twin, timing.rounds)
         check_plausible(self.operator, self._machine, programs, timing.rounds, of["candidate"])
         found.measurements = timing.measurements(programs, of)
         if timing.step is Step.PROVEN and within_limits(found.measurements):

@@ -182,6 +182,11 @@ class Rounds:
         _end(self._entries)
         self._entries = []
 
+    @property
+    def have_twin(self) -> bool:
+        """Whether a contender's outputs are recorded for another process to repeat."""
+        return any(contender.twin for contender in self._contenders)
+
     def begin(self) -> None:
         """Start the next rounds' processes and let them import, without waiting."""
         if self._importing or self._ready:

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 
 import numpy as np
@@ -156,11 +157,19 @@ def tripped(source: Source, backend: str) -> Ended | None:
 
 
 class Later:
-    """A process that may be told to import before it is needed."""
+    """A process that may be told to import before it is needed.
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    Args:
+        worker: the process, or what starts it.
+    """
+
+    def __init__(self, worker: Worker | Callable[[], Worker]) -> None:
+        self._start = worker
         self._begun = self._ready = False
+
+    @cached_property
+    def worker(self) -> Worker:
+        return self._start if isinstance(self._start, Worker) else self._start()
 
     def begin(self) -> None:
         if not self._begun:
@@ -359,15 +368,14 @@ def _blamed(failed: ContenderFailure, of: Mapping[str, str]) -> Exception:
     return Ended(failed.failure.status, failed.failure.reason, failed.failure.output)
 
 
-def check_twin(start: Callable[[], Worker], rounds: Sequence[Round]) -> None:
+def check_twin(twin: Later, rounds: Sequence[Round]) -> None:
     """Compare what was timed with another process of the candidate; raises Ended where bits differ."""
     blocks: list[Block] = [block for each in rounds for block in each.blocks]
     if not blocks:
         return
     try:
-        with start() as twin:
-            twin.build()
-            repeat_by_twin(twin, blocks)
+        with twin() as worker:
+            repeat_by_twin(worker, blocks)
     except WorkerFailure as failure:
         raise Ended(failure.status, failure.reason, failure.output) from failure
 
