@@ -7,7 +7,6 @@ taken before candidate code is imported. It answers when the device has done eve
 import contextlib
 import gc
 import importlib.util
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -182,5 +181,4 @@ def _place(at: Any, names: list[str]) -> str:
 
 if __name__ == "__main__":
     worker_file._settle(int(sys.argv[2]))
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     DeviceWorker(socket.socket(fileno=int(sys.argv[1]))).serve()
