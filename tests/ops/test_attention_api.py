@@ -487,3 +487,11 @@ def test_a_winner_of_the_cpus_contract_is_refused_on_a_gpu(a_gpu):
     installed.install("attention", Source("MARK = 1\n"), **about)
     with pytest.raises(RuntimeError, match="another contract"):
         registered.implementation(CUDA_0)
+
+
+@pytest.mark.parametrize("strides", [(128, 1 << 26, 1), (1 << 23, 128, 1)])
+def test_strides_beyond_the_reach_of_gpu_kernels_are_refused(strides):
+    arguments.check_reach("q", (10, 32, 128), (4096, 128, 1))
+    arguments.check_reach("q", (10, 32, 128), (128, (1 << 26) - 1, 1))
+    with pytest.raises(ValueError, match=r"q's strides .* contiguous"):
+        arguments.check_reach("q", (10, 32, 128), strides)

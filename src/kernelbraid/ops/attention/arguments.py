@@ -39,6 +39,11 @@ class Domain:
     page_size: Axis
 
 
+REACH = 1 << 31
+TILE_ROWS = 256
+"""GPU kernels compute places in 32 bits within a tile of rows, a page, and the heads of a row."""
+
+
 @cache
 def domain(backend: str) -> Domain:
     """Return the domain of a backend, `cpu` or `cuda`."""
@@ -277,6 +282,17 @@ def _check_tensor(
     stride = tensor.stride(-1)
     if stride != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise ValueError(f"{name}'s last dimension must have stride 1, not {stride}: call .contiguous()")
+    if tensor.is_cuda and dimensions >= 3:
+        check_reach(name, tensor.shape, tensor.stride())
+
+
+def check_reach(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Refuse tensors whose heads, or whose rows of one tile, lie further apart than a GPU kernel addresses."""
+    if strides[-3] * TILE_ROWS >= REACH or strides[-2] * shape[-2] >= REACH:
+        raise ValueError(
+            f"{name}'s strides {strides} are too large: {TILE_ROWS} rows, and all heads, must lie within "
+            f"{REACH} elements; call .contiguous()"
+        )
 
 
 def _wrong_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> str:
