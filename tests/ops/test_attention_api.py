@@ -493,5 +493,5 @@ def test_a_winner_of_the_cpus_contract_is_refused_on_a_gpu(a_gpu):
 def test_strides_beyond_the_reach_of_gpu_kernels_are_refused(strides):
     arguments.check_reach("q", (10, 32, 128), (4096, 128, 1))
     arguments.check_reach("q", (10, 32, 128), (128, (1 << 26) - 1, 1))
-    with pytest.raises(ValueError, match=r"q's strides .* contiguous"):
+    with pytest.raises(ValueError, match=r"q's strides .*contiguous"):
         arguments.check_reach("q", (10, 32, 128), strides)

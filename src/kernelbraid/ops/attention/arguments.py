@@ -287,7 +287,7 @@ def _check_tensor(
 
 
 def check_reach(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Refuse tensors whose heads, or whose rows of one tile, lie further apart than a GPU kernel addresses."""
+    """Refuse tensors whose heads, or rows of a tile, lie further apart than a GPU kernel addresses."""
     if strides[-3] * TILE_ROWS >= REACH or strides[-2] * shape[-2] >= REACH:
         raise ValueError(
             f"{name}'s strides {strides} are too large: {TILE_ROWS} rows, and all heads, must lie within "
