@@ -18,6 +18,7 @@ from kernelbraid.ops.attention.spec import (
     GRIDS,
     LOG2_TABLE,
 )
+from kernelbraid.search.proposers.edits import declared
 
 NUMERICS = {"chunk": 1024, "key_block": 64, "exp2_degree": 6}
 AXES = {"query_heads": 9, "kv_heads": 3, "head_dim": 64}
@@ -130,6 +131,13 @@ def test_blocks_divide_chunks():
     early, until, chunk, block = CUDA_CONTRACT.knobs
     for large, small in ((until, chunk), (chunk, early), (early, block)):
         assert all(n % m == 0 for n in large.choices for m in small.choices)
+
+
+@pytest.mark.parametrize("operator", ops.OPERATORS, ids=lambda o: o.backend)
+def test_shipped_knobs_have_the_contracts_names_and_defaults(operator):
+    knobs = declared(ops.source(operator), operator.contract)
+    numeric = {knob.name.lower(): knob.value for knob in knobs if knob.kind == "numeric"}
+    assert numeric == {knob.name: knob.default for knob in operator.contract.knobs}
 
 
 def test_backends_have_bits_of_their_own():
