@@ -167,6 +167,8 @@ class FakeAudits:
     broken: Callable[[Settings], tuple[Status, str] | None] = broken
     fails_full: Callable[[Settings], bool] = lambda settings: False
     noise: float = 0.01
+    draw: tuple[str, ...] = ()
+    """Picks another draw of the noise, which follows the sources' text."""
     rewritten: Mapping[str, float] = field(default_factory=dict)
     """SHA-256 of a source -> change of its log latencies, for what the settings do not tell."""
     seconds: Mapping[Level, float] = field(default_factory=lambda: {Level.SCREEN: 6.0, Level.FULL: 30.0})
@@ -235,7 +237,8 @@ class FakeAudits:
         )
 
     def _timed(self, job: jobs.AuditJob, candidate: jobs.Candidate) -> tuple[Status, tuple[Measurement, ...]]:
-        rng = random.Random(_seed(candidate.source.sha256, candidate.level, job.incumbent.sha256))
+        parts = (candidate.source.sha256, candidate.level, job.incumbent.sha256, *self.draw)
+        rng = random.Random(_seed(*parts))
         sources = {"candidate": candidate.source, "root": job.root, "incumbent": job.incumbent}
         ms: dict[tuple[str, str], list[float]] = {}
         rule, step = timing.Sequential(), timing.Step.CONTINUE

@@ -55,7 +55,7 @@ def test_a_job_names_what_the_fastest_waiting_candidate_needs(tmp_path: Path) ->
 
 def test_among_equally_fast_ones_the_incumbents_bits_are_kept(tmp_path: Path) -> None:
     fake = gains(PARTITION__cost=-0.3, KEY_BLOCK__128=-0.3001)
-    fake.noise = 0.01
+    fake.noise, fake.draw = 0.01, ("two within their errors",)
     with new_study(tmp_path / "s", fake) as study:
         screened(study, fake, {"KEY_BLOCK": 128}, {"PARTITION": "cost"})
         standings = {each.sha256: each for each in lineage.awaiting(study)}

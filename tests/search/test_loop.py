@@ -149,7 +149,7 @@ def test_a_candidate_that_fails_its_full_audit_is_no_branch_point(tmp_path: Path
     def bad(settings: Settings) -> bool:
         return settings["VALUES"] == "keys_by_4"
 
-    fake = FakeAudits(fails_full=bad)
+    fake = FakeAudits(fails_full=bad, noise=0.002)
     with new_study(tmp_path / "s", fake) as study:
         proposer = Scripted({"VALUES": "keys_by_4"}, {"PARTITION": "cost"})
         loop.run(study, proposer, run_job=fake)
