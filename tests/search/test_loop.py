@@ -261,7 +261,7 @@ def test_the_audit_budget_is_exact(tmp_path: Path) -> None:
             assert study.budget.audited == audits
 
 
-@pytest.mark.parametrize("minutes", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("minutes", [0.75, 1.0, 2.5])
 def test_the_time_to_search_is_never_exceeded_and_survives_reopening(tmp_path: Path, minutes: float) -> None:
     fake = FakeAudits()
     with new_study(tmp_path / "s", fake, minutes=minutes) as study:
