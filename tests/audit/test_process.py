@@ -170,12 +170,30 @@ def test_sources_that_do_not_build(make: MakeWorker, source: Source, reason: str
     assert reason in caught.value.reason
 
 
-def test_a_full_disk_is_not_the_candidates_fault(make: MakeWorker) -> None:
+def test_a_full_disk_is_not_the_candidates_fault(make: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernelbraid.audit.confined.ROOM_BYTES", 1 << 62)
     worker = make(toy.hostile("raise OSError(28, 'No space left on device')"))
     worker.build()
     with pytest.raises(RuntimeError, match="free some disk space"):
         worker.execute(toy.small_program())
     assert worker.dead
+
+
+def test_a_candidate_that_says_the_disk_is_full_is_not_believed(make: MakeWorker) -> None:
+    found = failure(make(toy.hostile("raise OSError(28, 'No space left on device')")))
+    assert found.status == Status.CRASHED
+
+
+def test_an_exception_that_no_file_can_hold_is_recorded(make: MakeWorker) -> None:
+    found = failure(make(toy.hostile("raise ValueError('bad ' + chr(0xD800))")))
+    assert found.status == Status.CRASHED and found.reason.encode()
+
+
+def test_a_declared_encoding_changes_nothing(make: MakeWorker) -> None:
+    hidden = "# -*- coding: raw_unicode_escape -*-\n# \\u000araise OSError('unseen')\n"
+    worker = make(Source(hidden + toy.root().text, "hidden"))
+    worker.build()
+    assert worker.execute(toy.small_program())
 
 
 def test_a_hung_worker_is_ended(make: MakeWorker) -> None:

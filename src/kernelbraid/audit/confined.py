@@ -24,6 +24,8 @@ from kernelbraid.ir.evidence import Status
 MARK = "KERNELBRAID_WORKER"
 """Environment variable by which a process is known as some worker's."""
 
+ROOM_BYTES = 16 << 20
+"""Free disk space below which a failed write is the machine's fault."""
 _REPLY_LIMIT = 1 << 20
 _POLL_SECONDS = 0.02
 _WRITING = ("read-only", "readonly", "not writable", "writeable flag")
@@ -61,7 +63,7 @@ class WorkerFailure(RuntimeError):  # noqa: N818 - most are the candidate's fail
     def __init__(self, status: Status, reason: str, output: str = "") -> None:
         super().__init__(reason)
         self.status = status
-        self.reason = reason
+        self.reason = reason.encode(errors="backslashreplace").decode()  # also what no file could hold
         self.output = output
 
 
@@ -83,6 +85,8 @@ class Confined:
         self.limits = limits
         self.dead = False
         self._ending = threading.Lock()
+        self.killed = False
+        """Ended by SIGKILL, which was not the judge's."""
         self.shared_bytes = 0
         """Size of the shared buffers it maps, which its memory limit does not count."""
         self.elapsed = 0.0
@@ -187,10 +191,11 @@ class Confined:
         assert self._expected is not None, "nothing was asked"
         reply = self._received()
         expected, self._expected = self._expected, None
+        alone = HOUSEHOLD.running == {self.pid}
         self._stop()
         if self._channel_has_more() or any(reply.get(key) != value for key, value in expected.items()):
             raise self.fail(Status.TAMPERED, "the worker answered out of turn")
-        if self._left_behind():
+        if self._left_behind(alone):
             raise self.fail(Status.TAMPERED, "the worker left processes behind")
         if "failed" in reply:
             raise self._reported(reply)
@@ -239,8 +244,8 @@ class Confined:
         text, kinds, step = str(reply.get("error")), reply.get("kinds"), reply["failed"]
         names = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
         with contextlib.suppress(Exception):
-            self._print(str(reply.get("trace", "")).encode() + text.encode() + b"\n")
-        if "builtins.OSError" in names and "No space left on device" in text:
+            self._print((str(reply.get("trace", "")) + text + "\n").encode(errors="backslashreplace"))
+        if "builtins.OSError" in names and "No space left on device" in text and self._disk_is_full():
             self.kill()
             raise RuntimeError("no space left on device for compiled code: free some disk space, then go on")
         line = text.splitlines()[-1][:400] if text.strip() else "an exception without a text"
@@ -257,6 +262,7 @@ class Confined:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
+        self.killed = code == -signal.SIGKILL
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 how = f"it was ended by {signal.Signals(-code).name}"
@@ -268,6 +274,10 @@ class Confined:
         """End the process and everything below it; returns what to raise."""
         self.kill()
         return WorkerFailure(status, reason, self._printed.decode(errors="replace"))
+
+    def _disk_is_full(self) -> bool:
+        """Whether compiled code finds no room; that a candidate says so is no proof."""
+        return shutil.disk_usage(self._folder).free < ROOM_BYTES
 
     # ---- signals
 
@@ -283,13 +293,13 @@ class Confined:
             os.kill(self.pid, signal.SIGCONT)
             self._stopped = False
 
-    def _left_behind(self) -> bool:
-        return bool(children(self.pid)) or any(self._to_blame(pid) for pid in HOUSEHOLD.strays())
+    def _left_behind(self, alone: bool) -> bool:
+        return bool(children(self.pid)) or any(self._to_blame(pid, alone) for pid in HOUSEHOLD.strays())
 
-    def _to_blame(self, pid: int) -> bool:
-        """Whether an orphan is this worker's; one that hides whose it is, if nobody else is running."""
+    def _to_blame(self, pid: int, alone: bool) -> bool:
+        """Whether an orphan is this worker's; one that hides whose it is, if nobody else was running."""
         known = self._carries_mark(pid)
-        return HOUSEHOLD.running == {self.pid} if known is None else known
+        return alone if known is None else known
 
     def _ours(self, pid: int) -> bool:
         """Whether an orphan is to be ended with this worker: it may be this worker's."""

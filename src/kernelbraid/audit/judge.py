@@ -246,6 +246,9 @@ class Judge:
         except (Ended, WorkerFailure) as ended:
             if prepared.candidate.source.sha256 != self.job.root.sha256:
                 self._built_root()  # where nothing runs, nothing is said of candidates
+            elif any(worker.killed for worker in prepared.workers):
+                reason = "the root's process was killed from outside: go on once there is memory"
+                raise RuntimeError(reason) from ended
             prepared.ended = ended
             for worker in prepared.workers:
                 worker.kill()

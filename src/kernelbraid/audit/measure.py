@@ -27,6 +27,8 @@ ESTIMATES = 3
 SHORT_SECONDS = 2e-3
 """On a device with graphs, a shorter call is estimated again by `REPEATED` in one graph."""
 REPEATED = 64
+DISTANCE = {2: 1.0, 4: 32.0, 8: 32.0}
+"""By bytes of a number: how many roundings, as a share of the norm, timed outputs may lie from the root's."""
 
 
 Clock = tuple[float, float]
@@ -252,9 +254,12 @@ class Rounds:
             for entry in self._entries:
                 with _blaming(entry.contender):
                     entry.worker.finish()
+        empty: list[float] = []
         for entry in self._entries:
             with _blaming(entry.contender):
-                entry.empty = min(entry.worker.run(entry.loaded[0], count=0) for _ in range(EMPTY_BATCHES))
+                empty.append(min(entry.worker.run(entry.loaded[0], count=0) for _ in range(EMPTY_BATCHES)))
+        for entry in self._entries:
+            entry.empty = min(empty)  # the same for all: nobody gains by a slow one
 
     def _block(self, index: int, order: Sequence[_Entry], times: dict[str, list[Clock]]) -> Iterator[Block]:
         """One batch of every contender on inputs that nobody has seen."""
@@ -271,7 +276,7 @@ class Rounds:
             if contender.twin:
                 root = by_name[self._contenders[0].name]
                 if self._done == 0:
-                    _half_the_digits(entry, root, index)
+                    _near_the_root(entry, root, index)
                 yield Block(contender.programs[index], seed, digest(entry.arrays(index)))
 
     def _batch(self, entry: _Entry, index: int) -> Clock:
@@ -318,12 +323,12 @@ def _equal_bits(entry: _Entry, other: _Entry, index: int) -> None:
             raise _rejection(entry, Status.BITS_UNEQUAL, reason)
 
 
-def _half_the_digits(entry: _Entry, root: _Entry, index: int) -> None:
-    """Other bits than the root's are allowed, other numbers are not: half the digits must agree."""
+def _near_the_root(entry: _Entry, root: _Entry, index: int) -> None:
+    """Other bits than the root's are allowed, other numbers are not."""
     for ours, theirs in zip(entry.arrays(index), root.arrays(index), strict=True):
         if not is_float(ours.dtype) or not theirs.size:
             continue
-        allowed = float(information(ours.dtype).eps) ** 0.5
+        allowed = DISTANCE[ours.dtype.itemsize] * float(information(ours.dtype).eps)
         distance = float(np.linalg.norm(np.subtract(ours, theirs).reshape(-1)))
         norm = float(np.linalg.norm(theirs.reshape(-1)))
         if not distance <= allowed * norm:

@@ -130,7 +130,7 @@ class Worker(Confined):
             contract.check_numerics(numerics)
             loads = [axis.name for axis in contract.axes if not axis.constant]
             edges = {name: tuple(int(value) for value in reply["edges"][name]) for name in loads}
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise self.fail(Status.BUILD_FAILED, f"build: {error}") from error
         return BuildReport(numerics, edges, time.perf_counter() - start)
 

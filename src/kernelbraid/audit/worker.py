@@ -196,7 +196,9 @@ def _import(path: str) -> Any:
     module = importlib.util.module_from_spec(specification)
     sys.modules[MODULE] = module  # Numba looks its functions' module up by name
     try:
-        specification.loader.exec_module(module)
+        with open(path, encoding="utf-8") as file:
+            code = compile(file.read(), path, "exec")  # of the text that was looked at: no declared encoding
+        exec(code, module.__dict__)
     except BaseException as error:
         raise RequestError("import", error) from error
     return module

@@ -173,9 +173,14 @@ class AuditEvidence:
     def from_json(cls, data: Mapping[str, Any]) -> "AuditEvidence":
         """Rebuild a record written by `to_json`; raises ValueError on anything malformed."""
         try:
+            for name in ("job", "implementation", "root", "incumbent", "reason", "harness", "output"):
+                if not isinstance(data[name], str):
+                    raise ValueError(f"{name} of audit evidence must be a text, got {data[name]!r}")
             return cls(
                 **{
                     **data,
+                    "started": float(data["started"]),
+                    "seed": int(data["seed"]),
                     "level": Level(data["level"]),
                     "status": Status(data["status"]),
                     "numerics": _pairs(data["numerics"]),
@@ -186,7 +191,7 @@ class AuditEvidence:
                     "environment": environment_from_json(data["environment"]),
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a record of audit evidence: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Tables of the documents that the command line prints with --json."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -315,7 +316,8 @@ def _regimes(console: Console, summary: Document, beside: Mapping[str, Document]
     for regime in summary["regimes"]:
         if beside:
             times = a_step(summary, beside, regime["regime"])
-            grid.add(regime["regime"], *(times[name] for name in (*columns, "torch")), regime["ratio"])
+            cells = (None if math.isnan(times[name]) else times[name] for name in (*columns, "torch"))
+            grid.add(regime["regime"], *cells, regime["ratio"])
         else:
             grid.add(regime["regime"], regime["root_ms"], regime["best_ms"], regime["ratio"])
     grid.show(console)
@@ -323,13 +325,14 @@ def _regimes(console: Console, summary: Document, beside: Mapping[str, Document]
 
 def a_step(summary: Document, beside: Mapping[str, Document], phase: str | None = None) -> dict[str, float]:
     """Milliseconds a step of each contender measured side by side, of one regime or of all."""
+    rows = [row for row in summary["workloads"] if phase in (None, row["phase"])]
+    rows = [row for row in rows if beside[row["workload"]]["peers"]] or rows  # what torch has to compare with
     found = dict.fromkeys(("root", "best", "shipped", "torch"), 0.0)
-    for row in summary["workloads"]:
-        if phase in (None, row["phase"]):
-            times = beside[row["workload"]]
-            for name in ("root", "best", "shipped"):
-                found[name] += row["weight"] * times[f"{name}_ms"]
-            found["torch"] += row["weight"] * min(times["peers"].values())
+    for row in rows:
+        times = beside[row["workload"]]
+        for name in ("root", "best", "shipped"):
+            found[name] += row["weight"] * times[f"{name}_ms"]
+        found["torch"] += row["weight"] * min(times["peers"].values(), default=math.nan)
     return found
 
 

@@ -139,7 +139,11 @@ def take_in(study: Study, path: Path) -> Imported:
         ValueError: the file is corrupt, or its evidence is not of this study.
     """
     study.require_current()
-    return _record(study, jobs.read_results(path).evidence)
+    results, record = jobs.read_results(path), study.store.study
+    for key, wanted in (("study", record.name), ("harness", record.harness)):
+        if results.header.get(key) != wanted:
+            raise ValueError(f"{path} holds results of another {key}: {results.header.get(key)!r}")
+    return _record(study, results.evidence)
 
 
 def expected_seconds(study: Study, level: Level) -> float | None:

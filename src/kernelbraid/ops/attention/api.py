@@ -203,6 +203,18 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+def _refuse_compiled_views(**caches: Tensor) -> None:
+    """Compilers of torch up to 2.13 write to offset 0 where an operator changes a view of another tensor."""
+    if not torch.compiler.is_compiling():
+        return
+    for name, cache in caches.items():
+        if cache.storage_offset() != 0:
+            raise ValueError(
+                f"{name} is a view with an offset, and torch.compile would write elsewhere: give each layer "
+                "a tensor of its own, or call write_kv_cache outside of compiled code"
+            )
+
+
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -238,6 +250,7 @@ def write_kv_cache(
     arguments.refuse_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     inputs = (k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
     if registered.is_traced(k):
+        _refuse_compiled_views(k_cache=k_cache, v_cache=v_cache)
         registered.write_kv_cache(*inputs)
     else:
         registered.write(*inputs)

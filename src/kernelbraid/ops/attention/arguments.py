@@ -56,6 +56,10 @@ def domain(backend: str) -> Domain:
 # ---- What the public functions and the registered operators ask ----
 
 
+LARGEST_SCALE = 1e30
+"""Of the scores: beyond it the factor of the exponents would not be finite in float32."""
+
+
 def refuse_features(**features: object) -> None:
     """Refuse what the contract excludes."""
     for exclusion in CONTRACT.exclusions:
@@ -89,10 +93,11 @@ def score_factor(softmax_scale: float | None, q: Tensor) -> float:
     """Check the factor of the scores, or return its default."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(q.shape[2])
-    if not isinstance(softmax_scale, int | float) or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
-    if q.is_cuda and softmax_scale <= 0:
-        raise ValueError(f"softmax_scale must be above 0 on a GPU, got {softmax_scale!r}")
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+        raise ValueError(f"softmax_scale must be a number, got {softmax_scale!r}")
+    if not 0 < softmax_scale <= LARGEST_SCALE:
+        limits = f"above 0 and at most {LARGEST_SCALE:g}"
+        raise ValueError(f"softmax_scale must be {limits}, got {softmax_scale!r}")
     return float(softmax_scale)
 
 
