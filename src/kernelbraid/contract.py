@@ -6,7 +6,7 @@ read the same records; nothing about an operator's numbers is stated anywhere el
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -244,6 +244,12 @@ class Workload:
         """The form scripts read: phase, then axes; ragged axes as lists."""
         axes = {name: list(value) if isinstance(value, tuple) else value for name, value in self.axes}
         return {"phase": self.phase, **axes}
+
+
+def left_to_full(workloads: Iterable[Workload]) -> frozenset[Regime]:
+    """Regimes that a screen leaves to the full audit: gradients, where no workload asks for them."""
+    gradients: frozenset[Regime] = frozenset(("backward",))
+    return gradients - {workload.phase for workload in workloads}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ from kernelbraid.audit.stages import (
     within_limits,
 )
 from kernelbraid.audit.timing import Sequential, Step
-from kernelbraid.contract import BitPolicy, Source, Workload
+from kernelbraid.contract import BitPolicy, Source, Workload, left_to_full
 from kernelbraid.ir.evidence import AuditEvidence, Level, Status
 from kernelbraid.ops.installed import home
 from kernelbraid.ops.problem import Operator
@@ -171,7 +171,8 @@ class Judge:
 
     def _build(self, worker: Worker) -> Built:
         job, architecture = self.job, self.environment.architecture
-        return build(worker, self.operator, job.constant_axes, job.dtype, architecture)
+        later = left_to_full(job.workloads)
+        return build(worker, self.operator, job.constant_axes, job.dtype, architecture, later)
 
     def _built_root(self) -> Built:
         """The root, built; waits for it."""
@@ -377,7 +378,8 @@ class Judge:
             def told(requirement: str, fraction: float) -> None:
                 self._tell(level.value, prepared.candidate, requirement, fraction)
 
-            run_checks(self.operator, plan, hands, found.verdicts, deadline, told)
+            later = () if level is Level.FULL else left_to_full(self.job.workloads)
+            run_checks(self.operator, plan, hands, found.verdicts, deadline, told, later)
 
     # ---- timing
 

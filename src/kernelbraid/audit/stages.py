@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -26,7 +26,7 @@ from kernelbraid.audit.orders import AuditJob, Candidate
 from kernelbraid.audit.pools import Machine, TimedProgram
 from kernelbraid.audit.process import BuildReport, Worker, WorkerFailure
 from kernelbraid.audit.timing import Sequential, Step, bound, smallest_gain, totals
-from kernelbraid.contract import Source, content_hash
+from kernelbraid.contract import Regime, Source, content_hash
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Environment, Measurement, Status, Verdict
 from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program
 
@@ -112,14 +112,15 @@ def build(
     constant_axes: Sequence[Mapping[str, int]],
     dtype: str,
     architecture: str,
+    later: Container[Regime] = (),
 ) -> Built:
-    """Import, ask for numerics and edges, and compile by a small call in every regime.
+    """Import, ask for numerics and edges, and compile by a small call in every regime but those of `later`.
 
     Raises WorkerFailure.
     """
     reports = tuple(worker.build(operator.contract, axes) for axes in constant_axes)
     for axes in constant_axes:
-        for regime in operator.regimes:
+        for regime in [each for each in operator.regimes if each not in later]:
             shape = _shape(operator, axes, (1, 1) if regime == "decode" else (3, 40), dtype)
             problem = operator.draw(shape, np.random.default_rng(0))
             worker.execute(operator.lower(problem, Layout(regime, (0, 1))))
@@ -224,14 +225,17 @@ def run_checks(
     verdicts: dict[str, Verdict],
     deadline: float | None,
     told: Callable[[str, float], None],
+    later: Container[Regime] = (),
 ) -> None:
     """Check every requirement that a plan asks something of, and add the verdicts to those before.
+
+    Requirements of the regimes in `later` are left out.
 
     Raises:
         Ended: a requirement does not hold, a worker failed, or the time is over.
     """
     memory = Memory(operator, hands)
-    wanted = [r for r in operator.contract.requirements if not vacuous(r, plan)]
+    wanted = [r for r in operator.contract.requirements if not vacuous(r, plan) and r.regime not in later]
     for number, requirement in enumerate(wanted):
         told(requirement.id, number / len(wanted))
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
-from kernelbraid.contract import BitPolicy
+from kernelbraid.contract import BitPolicy, left_to_full
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Measurement, Status
 from kernelbraid.ir.schema import (
     Audit,
@@ -56,6 +56,8 @@ class Grounds:
     study: Study
     requirements: Mapping[str, str]
     """Id -> name."""
+    later: frozenset[str]
+    """Ids that a screen leaves to the full audit."""
     incumbents: frozenset[str]
     """The root and everything that was ever promoted."""
     root_bits: Mapping[str, str | None]
@@ -65,9 +67,11 @@ class Grounds:
     def of(cls, session: Session, study: Study) -> "Grounds":
         promoted = session.scalars(select(PromotionDecision.implementation).where(PromotionDecision.granted))
         rows = session.execute(select(Requirement.id, Requirement.name))
+        later = select(Requirement.id).where(Requirement.regime.in_(left_to_full(study.workloads)))
         return cls(
             study=study,
             requirements=dict(rows.all()),
+            later=frozenset(session.scalars(later)),
             incumbents=frozenset({study.root, *promoted}),
             root_bits=_bits_by_architecture(session, study.root),
         )
@@ -123,7 +127,8 @@ def _check_verdicts(grounds: Grounds, evidence: AuditEvidence, named: str) -> No
         return
     root_bits = grounds.root_bits.get(evidence.environment.architecture)
     apart = evidence.implementation == grounds.study.root or evidence.bits_id != root_bits
-    for requirement in grounds.requirements.keys() - given.keys():
+    later: frozenset[str] = frozenset() if evidence.level is Level.FULL else grounds.later
+    for requirement in grounds.requirements.keys() - given.keys() - later:
         if not (grounds.requirements[requirement] == AGAINST_ROOT and apart):
             raise ValueError(
                 f"{named} is accepted at level {evidence.level} with no verdict on {requirement}"
