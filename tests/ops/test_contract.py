@@ -13,11 +13,10 @@ from kernelbraid.ops.attention.spec import (
     ATTENTION_CUDA,
     CONTRACT,
     CUDA_CONTRACT,
-    CUDA_GRIDS,
     EXP2_TABLES,
-    GRIDS,
     LOG2_TABLE,
 )
+from kernelbraid.ops.attention.workloads import CUDA_GRIDS, GRIDS
 from kernelbraid.search.proposers.edits import declared
 
 NUMERICS = {"chunk": 1024, "key_block": 64, "exp2_degree": 6}

@@ -143,11 +143,10 @@ def _screened(run: SideBySide, workloads: Sequence[Workload]) -> bool:
     """Whether every requirement of the screen holds for the constant axes of these workloads."""
     operator, source = run.operator, run.sources[OURS]
     contract = operator.contract
-    names = [axis.name for axis in contract.axes if axis.constant]
     held = True
-    scopes = {tuple((name, each.shape[name]) for name in names) for each in workloads}
+    scopes = {tuple(operator.constant_axes(each).items()) for each in workloads}
     for axes, dtype in product(scopes, contract.dtypes):
-        constant = {name: value for name, value in axes if isinstance(value, int)}
+        constant = dict(axes)
         with run.worker(source) as main, run.worker(source) as fresh:
             report = main.build(contract, constant)
             fresh.build()

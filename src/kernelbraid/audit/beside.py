@@ -67,7 +67,7 @@ class SideBySide:
     ) -> None:
         self.operator = operator
         self.sources = dict(sources)
-        self.machine = Machine(environment.cache_bytes, environment.flops, environment.bandwidth)
+        self.machine = Machine.of(environment)
         self.confirm = confirm
         self.left_out: dict[str, str] = {}
         """Entry point of a peer that failed -> why."""

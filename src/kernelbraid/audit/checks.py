@@ -18,6 +18,7 @@ from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
+from kernelbraid.ops.formats import bits_type
 from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows
 
 _VENDOR = Lock()
@@ -64,8 +65,8 @@ def compare(left: Array, right: Array) -> Comparison:
     return Comparison(unequal, first, ulp_distance(left[first], right[first]))
 
 
-def _bits(array: Array) -> npt.NDArray[np.integer]:
-    return np.ascontiguousarray(array).view(f"i{array.dtype.itemsize}")
+def _bits(array: Array) -> npt.NDArray[np.unsignedinteger]:
+    return np.ascontiguousarray(array).view(bits_type(array.dtype))
 
 
 def ulp_distance(left: np.generic, right: np.generic) -> int | None:

@@ -47,9 +47,8 @@ from kernelbraid.audit.stages import (
     tripped,
     warm_reference,
     warm_specialisations,
-    within_limits,
 )
-from kernelbraid.audit.timing import Sequential, Step
+from kernelbraid.audit.timing import Sequential, Step, within_limits
 from kernelbraid.contract import BitPolicy, Source, Workload, left_to_full
 from kernelbraid.ir.evidence import AuditEvidence, Level, Status
 from kernelbraid.ops.installed import home
@@ -131,9 +130,7 @@ class Judge:
         self._to_beat = job.to_beat
         self._workers: list[Worker] = []
         self.environment = environment.fingerprint(job.device)
-        self._machine = Machine(
-            self.environment.cache_bytes, self.environment.flops, self.environment.bandwidth
-        )
+        self._machine = Machine.of(self.environment)
         self._sweep = sweep_of(job.device, self.environment.cache_bytes)
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import psutil
@@ -14,6 +14,7 @@ import psutil
 from kernelbraid.audit.buffers import arena_type
 from kernelbraid.audit.environment import COLD_CACHES
 from kernelbraid.contract import Workload
+from kernelbraid.ir.evidence import Environment
 from kernelbraid.ops.formats import is_float
 from kernelbraid.ops.problem import Array, Operator, Program
 
@@ -142,6 +143,10 @@ class Machine:
     """Operations a second."""
     bandwidth: float
     """Bytes a second."""
+
+    @classmethod
+    def of(cls, environment: Environment) -> Self:
+        return cls(environment.cache_bytes, environment.flops, environment.bandwidth)
 
     def bound_ms(self, operator: Operator, workload: Workload) -> float:
         """The least milliseconds in which this machine can do the workload's work and move its bytes."""

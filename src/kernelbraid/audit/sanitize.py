@@ -4,7 +4,6 @@ Right numbers do not prove that a kernel stays inside its buffers. Here every bu
 own, so that the tool knows where it ends. The tool runs this file again, as a module, on one source.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import numpy as np
 from kernelbraid import ops
 from kernelbraid.audit.buffers import Poison
 from kernelbraid.audit.verify import in_use, scopes_of
+from kernelbraid.audit.worker import import_source
 from kernelbraid.contract import Source
 from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program, View
 
@@ -57,7 +57,7 @@ def sanitize(operator: Operator, source: Source | None = None) -> dict[str, Any]
     source = source or in_use(operator)
     with tempfile.TemporaryDirectory(prefix="kernelbraid-") as folder:
         path = Path(folder) / "implementation.py"
-        path.write_text(source.text)
+        path.write_text(source.text, encoding="utf-8")
         found = {checker: _check(tool, checker, operator, path) for checker in TOOLS}
     return {
         "operator": operator.name,
@@ -99,11 +99,7 @@ def programs(operator: Operator) -> Iterator[Program]:
 def _run(operator: Operator, path: Path) -> None:
     import torch
 
-    specification = importlib.util.spec_from_file_location("implementation", path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
+    module = import_source(str(path))
     for program in programs(operator):
         buffers = {name: _on_device(array) for name, array in {**program.inputs, **program.state}.items()}
         poison = Poison(np.random.default_rng(1))

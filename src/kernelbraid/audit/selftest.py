@@ -171,7 +171,7 @@ class _Selftest:
             level=Level.SCREEN,
             policy=BitPolicy.MUTUAL,
             dtype=self.operator.contract.dtypes[0],
-            constant_axes=(_constant_axes(self.operator, self.workloads[0]),),
+            constant_axes=(self.operator.constant_axes(self.workloads[0]),),
             workloads=self.workloads,
             root=root,
             incumbent=root,
@@ -230,7 +230,7 @@ class _Selftest:
         }
 
     def _programs(self) -> tuple[TimedProgram, ...]:
-        machine = Machine(self.environment.cache_bytes, self.environment.flops, self.environment.bandwidth)
+        machine = Machine.of(self.environment)
         seconds: dict[Workload, float] = {}
         with self._worker() as worker:
             worker.build()
@@ -299,13 +299,7 @@ def cheapest(operator: Operator) -> tuple[Workload, ...]:
     """The study's cheapest workloads, one a phase, that share the first one's constant axes."""
     found: list[Workload] = []
     for workload in sorted(operator.grids["study"], key=lambda each: operator.cost(each).flops):
-        same = not found or _constant_axes(operator, workload) == _constant_axes(operator, found[0])
+        same = not found or operator.constant_axes(workload) == operator.constant_axes(found[0])
         if same and workload.phase not in {each.phase for each in found}:
             found.append(workload)
     return tuple(found[:WORKLOADS])
-
-
-def _constant_axes(operator: Operator, workload: Workload) -> dict[str, int]:
-    shape = workload.shape
-    names = [axis.name for axis in operator.contract.axes if axis.constant]
-    return {name: value for name in names if isinstance(value := shape[name], int)}

@@ -302,12 +302,6 @@ class Timing:
         )
 
 
-def within_limits(measurements: Sequence[Measurement]) -> bool:
-    """Whether no workload's mean ratio to the root exceeds its limit."""
-    ratios = ((bound(each.candidate_ms, each.root_ms)[0], each.limit) for each in measurements)
-    return all(ratio <= limit for ratio, limit in ratios)
-
-
 def run_timing(
     rounds: Rounds,
     programs: Sequence[TimedProgram],

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from kernelbraid.ir.evidence import Measurement
+
 GAIN = 0.995
 """A promotion needs the upper bound of the aggregate ratio to the incumbent below this."""
 CONFIDENCE = 0.999
@@ -129,6 +131,12 @@ def totals(weights: Sequence[float], means_ms: Sequence[Sequence[float]]) -> tup
     """Return each process's aggregate, `sum_w weight * ms`, from one sequence of process means a workload."""
     rows = zip(*means_ms, strict=True)
     return tuple(math.fsum(w * ms for w, ms in zip(weights, row, strict=True)) for row in rows)
+
+
+def within_limits(measurements: Sequence[Measurement]) -> bool:
+    """Whether no workload's mean ratio to the root exceeds its limit."""
+    ratios = ((bound(each.candidate_ms, each.root_ms)[0], each.limit) for each in measurements)
+    return all(ratio <= limit for ratio, limit in ratios)
 
 
 def _log_ratios(candidate_ms: Sequence[float], baseline_ms: Sequence[float]) -> tuple[float, float]:

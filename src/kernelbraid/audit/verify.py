@@ -299,16 +299,10 @@ def verify_case(
 
 def scopes_of(operator: Operator) -> tuple[dict[str, int], ...]:
     """Every set of constant axes that a verification covers: those stated, and those of the workloads."""
-    names = [axis.name for axis in operator.contract.axes if axis.constant]
-    stated = [dict(scope) for scope in operator.scopes]
-    used = [
-        {name: value for name in names if isinstance(value := workload.shape.get(name), int)}
-        for grid in operator.grids.values()
-        for workload in grid
-    ]
+    used = [operator.constant_axes(workload) for grid in operator.grids.values() for workload in grid]
     found: list[dict[str, int]] = []
-    for scope in (*used, *stated):
-        if len(scope) == len(names) and scope not in found:
+    for scope in (*used, *map(dict, operator.scopes)):
+        if scope not in found:
             found.append(scope)
     return tuple(found)
 

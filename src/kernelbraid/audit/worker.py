@@ -124,7 +124,7 @@ class Worker:
     def do_build(self, message: Message, _: list[int]) -> Message:
         """Import the source once; with constant axes also ask for its numerics and its schedule's edges."""
         if self.module is None:
-            self.module = _import(message["path"])
+            self.module = import_source(message["path"])
             for called, name in message["entry_points"].items():
                 function = getattr(self.module, name, None)
                 if not callable(function):
@@ -190,15 +190,15 @@ def _encoded(reply: Message) -> bytes:
         return json.dumps({**stamp, "failed": "answer", **_described(error)}).encode()
 
 
-def _import(path: str) -> Any:
+def import_source(path: str) -> Any:
     specification = importlib.util.spec_from_file_location(MODULE, path)
-    assert specification is not None and specification.loader is not None
+    assert specification is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[MODULE] = module  # Numba looks its functions' module up by name
     try:
         with open(path, encoding="utf-8") as file:
-            code = compile(file.read(), path, "exec")  # of the text that was looked at: no declared encoding
-        exec(code, module.__dict__)
+            text = file.read()
+        exec(compile(text, path, "exec"), module.__dict__)  # a loader would follow a declared encoding
     except BaseException as error:
         raise RequestError("import", error) from error
     return module

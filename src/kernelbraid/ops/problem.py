@@ -203,3 +203,13 @@ class Operator:
     """File in the operator's folder with the peers' entry points; needs torch."""
     scopes: tuple[Mapping[str, int], ...] = ()
     """Sets of constant axes that a verification covers beside those of the grids."""
+
+    def constant_axes(self, workload: Workload) -> dict[str, int]:
+        """Return a workload's values of the contract's constant axes; raises ValueError if it lacks one."""
+        axes: dict[str, int] = {}
+        for name in [axis.name for axis in self.contract.axes if axis.constant]:
+            value = workload.shape.get(name)
+            if not isinstance(value, int):
+                raise ValueError(f"workload {workload.name} must give the constant axis {name} as an integer")
+            axes[name] = value
+        return axes

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kernelbraid.audit.timing import within_limits
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
-from kernelbraid.search.measured import cold, log_objective, log_ratios, processes, shares, workload_ratio
+from kernelbraid.search.measured import cold, log_objective, log_ratios, processes, shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ def standing(audits: Sequence[AuditEvidence], workloads: int) -> Standing:
         error=error,
         log_ratios=log_ratios(evidence) if timed else {},
         shares=shares(evidence) if timed else {},
-        within_limits=evidence.implementation == evidence.root
-        or all(workload_ratio(each).ratio <= each.limit for each in cold(evidence)),
+        within_limits=evidence.implementation == evidence.root or within_limits(cold(evidence)),
     )
 
 

@@ -275,20 +275,15 @@ def constant_axes(operator: Operator, workloads: Sequence[Workload]) -> tuple[di
     Raises:
         ValueError: a workload lacks one of them, or is of a regime that the operator does not have.
     """
-    names = [axis.name for axis in operator.contract.axes if axis.constant]
     found: list[dict[str, int]] = []
     for workload in workloads:
         if workload.phase not in operator.regimes:
             raise ValueError(
                 f"{operator.name} has no regime {workload.phase}; it has {', '.join(operator.regimes)}"
             )
-        axes: dict[str, int] = {}
-        for name in names:
-            value = workload.shape.get(name)
-            if not isinstance(value, int):
-                raise ValueError(f"workload {workload.name} must give the constant axis {name} as an integer")
+        axes = operator.constant_axes(workload)
+        for name, value in axes.items():
             operator.contract.axis(name).check(value)
-            axes[name] = value
         if axes not in found:
             found.append(axes)
     return tuple(found)

@@ -68,7 +68,7 @@ def attention(
         v: [T, Hkv, D], dtype and device of q.
         cu_seqlens: [B + 1] int32, from 0 to T: sequence b holds rows cu_seqlens[b] to cu_seqlens[b + 1].
         max_seqlen: at least the longest sequence, in tokens; at most 131072.
-        softmax_scale: factor of the scores, by default 1 / sqrt(D); on a GPU above 0.
+        softmax_scale: factor of the scores, by default 1 / sqrt(D); above 0.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
         window: must be None: the contract does not cover sliding windows.
         soft_cap: must be None: the contract does not cover capped scores.
@@ -172,7 +172,7 @@ def paged_attention(
         seqlens_k: [B] int32: keys of each request, new tokens included.
         max_seqlen_q: at least the most new tokens of a request.
         max_seqlen_k: at least the most keys of a request; at most 131072.
-        softmax_scale: factor of the scores, by default 1 / sqrt(D); on a GPU above 0.
+        softmax_scale: factor of the scores, by default 1 / sqrt(D); above 0.
         return_lse: also return the log-sum-exp of the scores.
         out: [T, Hq, D] in the dtype of q, to write into; must not overlap itself or an input.
         window: must be None: the contract does not cover sliding windows.
