@@ -140,7 +140,7 @@ def verify(
         bool,
         typer.Option("--evidence", help="Check committed certificates and benchmarks; nothing is run."),
     ] = False,
-    folder: Annotated[Path | None, typer.Option(help="Where committed evidence lives.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where committed evidence lives: ./evidence.")] = None,
     sanitize: Annotated[
         bool, typer.Option("--sanitize", help="Only run small programs under CUDA's compute-sanitizer.")
     ] = False,
@@ -256,7 +256,7 @@ def search(
         typer.Option(help="Implementation to start from; default: the shipped one.", metavar="FILE"),
     ] = None,
     device: Device = "cpu",
-    minutes: Annotated[float | None, typer.Option(help="Time to search.", min=0)] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time to search, above 0.")] = None,
     audits: Annotated[int | None, typer.Option(help="Candidates to audit.", min=1)] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
@@ -522,7 +522,9 @@ def submit(
 def decide(
     study: StudyFolder,
     impl: Implementation,
-    decision: Annotated[str, typer.Argument(help="continue, merge, archive or abandon.")],
+    decision: Annotated[
+        str, typer.Argument(help="continue (build on it), merge (join it), archive (keep it) or abandon.")
+    ],
     reason: Annotated[str, typer.Option(help="Why.")],
     by: Annotated[str, typer.Option(help="Who decides.")] = "external",
 ) -> None:

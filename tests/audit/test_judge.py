@@ -460,6 +460,19 @@ def test_a_candidate_that_fails_after_an_honest_one_was_prepared_beside_it() -> 
     assert len(found[1].output) < 1000
 
 
+@pytest.mark.usefixtures("past_tripwires")
+def test_a_root_killed_from_outside_is_not_held_against_it() -> None:
+    killed = toy.hostile("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(RuntimeError, match="the root's process was killed from outside"):
+        audits(job(killed, root=killed, incumbent=killed))
+
+
+def test_other_bits_do_not_hide_numbers_wrong_on_the_timed_shapes_alone() -> None:
+    wrong = toy.hostile("x = x * np.float32(1.0001) if len(x) in TIMED else x", top="TIMED = (800,)")
+    found = audit(Source(wrong.text.replace(*OTHER_BITS), "hostile"))
+    assert found.status == Status.INACCURATE and "of their norm off the root's" in found.reason
+
+
 def test_where_nothing_runs_nothing_is_said_of_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise WorkerFailure(Status.BUILD_FAILED, "no compiler")

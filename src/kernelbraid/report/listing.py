@@ -114,7 +114,10 @@ def sanitized(names: Sequence[str], device: str) -> dict[str, Any]:
 
 def one_case(case_id: str, device: str) -> dict[str, Any]:
     """Repeat one case alone."""
-    case, verdict = verify.verify_case(ops.get(case_id.partition("/")[0], device), case_id)
+    name = case_id.partition("/")[0]
+    if name not in {operator.name for operator in ops.OPERATORS}:
+        raise ValueError(f"{case_id!r} is no case: its id is what a failing check prints first")
+    case, verdict = verify.verify_case(ops.get(name, device), case_id)
     return {**asdict(verdict), "case": case.id, "regime": case.regime, "shape": asdict(case.shape)}
 
 
