@@ -1,5 +1,6 @@
 """Workers: what honest ones give, and how the others end."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from tests.audit import toy
 
+from kernelbraid.audit.confined import MARK
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure, _begin_with
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
@@ -259,6 +261,39 @@ def test_children_of_a_hung_worker_end_with_it(make: MakeWorker, tmp_path: Path)
     assert failure(make(toy.hostile(daemon), run_seconds=0.5)).status == Status.TIMED_OUT
     (file,) = tmp_path.glob("daemon-*")
     assert not psutil.pid_exists(int(file.name.removeprefix("daemon-")))
+
+
+def test_children_that_ended_unreaped_go_with_their_worker(make: MakeWorker, tmp_path: Path) -> None:
+    file = tmp_path / "ended"
+    ended = f"""
+import os
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    os._exit(0)
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+open({str(file)!r}, "w").write(str(pid))
+"""
+    other, worker = make(toy.root()), make(toy.hostile("", top=ended))
+    with contextlib.suppress(WorkerFailure):
+        worker.build()
+    worker.kill()
+    assert not psutil.pid_exists(int(file.read_text())), "an ended child of the worker was never reaped"
+    assert not other.dead
+
+
+def test_strays_of_nobody_end_with_the_last_worker(make: MakeWorker) -> None:
+    worker = make(toy.root())
+    daemon = """
+import subprocess
+print(subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL).pid)
+"""
+    middle = [sys.executable, "-c", daemon]
+    gone = {**os.environ, MARK: "of a worker long gone"}
+    stray = int(subprocess.run(middle, env=gone, capture_output=True, text=True, check=True).stdout)
+    assert psutil.Process(stray).ppid() == os.getpid()
+    worker.kill()
+    assert not psutil.pid_exists(stray)
 
 
 def test_children_of_the_judge_are_left_alone(make: MakeWorker) -> None:

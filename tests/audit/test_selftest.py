@@ -3,6 +3,7 @@
 import ast
 import random
 
+import psutil
 import pytest
 
 from kernelbraid import ops
@@ -98,6 +99,7 @@ def test_audits_reject_hostile_candidates() -> None:
     assert observed["executes_a_string"] == "tripwire"
     assert document["promoted_exploits"] == 0
     assert not {each.name for each in chosen} & set(document["unexpected"])
+    assert not psutil.Process().children(), "a hostile candidate left processes behind"
 
 
 def test_fixtures_are_for_the_cpu() -> None:

@@ -49,9 +49,7 @@ def certificate_path(operator: str, architecture: str, device: str) -> Path:
     return installed.home() / "certificates" / operator / architecture / f"{name}.certificate.json"
 
 
-def certify_local(
-    operator: Operator, *, progress: Progress = lambda _, __: None
-) -> tuple[Report, Path]:
+def certify_local(operator: Operator, *, progress: Progress = lambda _, __: None) -> tuple[Report, Path]:
     """Verify the implementation in use and write a certificate for this machine into the user's data folder.
 
     Raises:
@@ -158,9 +156,7 @@ def _backend_of(path: Path) -> str:
     return "cpu" if path.parent.name == "cpu" else "cuda"
 
 
-def _hash_problem(
-    operator: Operator, contract: str, implementations: set[str], file: str | None
-) -> str:
+def _hash_problem(operator: Operator, contract: str, implementations: set[str], file: str | None) -> str:
     if contract != operator.contract.hash:
         return f"it is for another state of the contract {operator.contract.name}"
     names = operator.files if file is None else (file,)

@@ -310,11 +310,14 @@ class Confined:
         try:
             if os.getsid(pid) == self.pid:
                 return True
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
+        except ProcessLookupError:
             return False  # gone by now
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except FileNotFoundError:
+            return False
         except OSError:
-            return None
+            return None  # it has ended and waits to be reaped, or it is closed to us
         mark = environment.partition(f"{MARK}=".encode())[2][: len(self._mark)]
         return mark == self._mark.encode() if mark else None
 

@@ -89,11 +89,12 @@ class Household:
         self._workers.add(pid)
 
     def leave(self, pid: int = 0) -> None:
-        """Forget an ended worker; after the last one the process's own setting is put back."""
+        """Forget an ended worker; with the last one the strays end and the process's own setting is back."""
         with self.starting:
             self._workers.discard(pid)
             self.running.discard(pid)
             if not self._workers and self._setting is not None:
+                self.sweep(lambda _: True)
                 _libc.prctl(_PR_SET_CHILD_SUBREAPER, self._setting, 0, 0, 0)
                 self._setting = None
 

@@ -272,9 +272,7 @@ class _Task:
         return _Part(scope, main.bits_id, tuple(verdicts), untested, compiled)
 
 
-def verify_case(
-    operator: Operator, case_id: str, *, source: Source | None = None
-) -> tuple[Case, Verdict]:
+def verify_case(operator: Operator, case_id: str, *, source: Source | None = None) -> tuple[Case, Verdict]:
     """Rebuild one case from its id and run it alone.
 
     Raises:
@@ -380,9 +378,7 @@ def _processes(main: Built, fresh: Built, root: Built | None) -> dict[Process, C
     return processes
 
 
-def _plan(
-    level: Level, axes: dict[str, int], dtype: str, main: Built, seed: int, root_agrees: bool
-) -> Plan:
+def _plan(level: Level, axes: dict[str, int], dtype: str, main: Built, seed: int, root_agrees: bool) -> Plan:
     report = main.reports[0]
     return Plan(level, (axes,), report.numerics, report.edges, dtype, seed, root_agrees)
 
