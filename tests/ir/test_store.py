@@ -23,7 +23,7 @@ from tests.ir.plain import (
     timings,
 )
 
-from kernelbraid.contract import BitPolicy, Source
+from kernelbraid.contract import BitPolicy, Requirement, Source, Workload
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Level, Status, Verdict
 from kernelbraid.ir.schema import Lineage, Outcome, Record, Usage
@@ -413,6 +413,42 @@ def test_relation_with_the_root_may_be_left_out_where_bits_differ(started: Store
     request = started.request_audit(child(started, 1), Level.SCREEN)
     verdicts = tuple(v for v in held() if "implementations_agree" not in v.requirement)
     assert started.record(answer(started, request, bits_id="f" * 16, verdicts=verdicts))
+
+
+GRADIENTS = Requirement("toy/1/gradient_rerun/backward", "relation", "gradient_rerun", "backward")
+
+
+@pytest.mark.parametrize(
+    ("level", "status", "complete"),
+    [
+        (Level.SCREEN, Status.VERIFIED, True),
+        (Level.FULL, Status.STOPPED, True),
+        (Level.FULL, Status.VERIFIED, False),
+    ],
+)
+def test_gradients_may_be_left_out_until_level_full_is_checked(
+    tmp_path: Path, level: Level, status: Status, complete: bool
+) -> None:
+    store = Store.create(tmp_path / "study", new_study(), ROOT, (*REQUIREMENTS, GRADIENTS))
+    everything = (*held(), Verdict(GRADIENTS.id, True, cases=3, comparisons=1000))
+    request = store.request_audit(ROOT.sha256, Level.SCREEN)
+    assert store.record(answer(store, request, ratio=1.0, verdicts=everything))
+    request = store.request_audit(child(store, 1), level)
+    evidence = answer(store, request, status)
+    if not complete:
+        with pytest.raises(ValueError, match=f"level {level} with no verdict on {GRADIENTS.id}"):
+            store.record(evidence)
+        evidence = replace(evidence, verdicts=everything)
+    assert store.record(evidence)
+    store.check()
+
+
+def test_gradients_that_are_timed_are_never_left_out(tmp_path: Path) -> None:
+    timed = (*WORKLOADS, Workload("backward", (("batch", 4), ("length", 200))))
+    store = Store.create(tmp_path / "study", new_study(workloads=timed), ROOT, (*REQUIREMENTS, GRADIENTS))
+    request = store.request_audit(ROOT.sha256, Level.SCREEN)
+    with pytest.raises(ValueError, match=f"no verdict on {GRADIENTS.id}"):
+        store.record(answer(store, request))
 
 
 def test_pinned_bits_are_enforced(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Grounds:
     requirements: Mapping[str, str]
     """Id -> name."""
     later: frozenset[str]
-    """Ids that a screen leaves to the full audit."""
+    """Ids that an audit leaves out which did not come to the checks of level full."""
     incumbents: frozenset[str]
     """The root and everything that was ever promoted."""
     root_bits: Mapping[str, str | None]
@@ -127,7 +127,8 @@ def _check_verdicts(grounds: Grounds, evidence: AuditEvidence, named: str) -> No
         return
     root_bits = grounds.root_bits.get(evidence.environment.architecture)
     apart = evidence.implementation == grounds.study.root or evidence.bits_id != root_bits
-    later: frozenset[str] = frozenset() if evidence.level is Level.FULL else grounds.later
+    whole = evidence.level is Level.FULL and evidence.status is not Status.STOPPED
+    later: frozenset[str] = frozenset() if whole else grounds.later
     for requirement in grounds.requirements.keys() - given.keys() - later:
         if not (grounds.requirements[requirement] == AGAINST_ROOT and apart):
             raise ValueError(
