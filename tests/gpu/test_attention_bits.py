@@ -27,8 +27,14 @@ MODELS = (
     ("float16", (40, 1, 128)),
 )
 WALKS = {"TILE": 128, "PACK_ROWS": 16, "PROGRAMS": 0, "STAGES": 2, "HEADS_TOGETHER_KEYS": 1}
-SPLITS = {"PROGRAMS": 100000, "WALK_PROGRAMS": 100000, "PACK_ROWS": 32}
-PARTS = {"PROGRAMS": 300, "WALK_PROGRAMS": 100000, "DEPENDENT_LAUNCH": 0}
+SPLITS = {"PROGRAMS": 100000, "WALK_PROGRAMS": 100000, "PACK_ROWS": 32, "MERGE_WARPS": 4, "MERGE_AHEAD": 32}
+PARTS = {
+    "PROGRAMS": 300,
+    "WALK_PROGRAMS": 100000,
+    "DEPENDENT_LAUNCH": 0,
+    "MERGE_WARPS": 2,
+    "MERGE_AHEAD": 8,
+}
 TILES = [(r'return \{"dq": \(128,.*', 'return {"dq": (64, 64, 4, 2), "dkv": (32, 64, 4, 2)}')]
 FUSED = [("enable_fp_fusion=False", "enable_fp_fusion=True")]
 LEFT_TO_THE_COMPILER = [

@@ -39,6 +39,8 @@ WALK_KEYS = 256
 STAGES = 3
 HEADS_TOGETHER_KEYS = 65536
 DEPENDENT_LAUNCH = 1
+MERGE_WARPS = 1
+MERGE_AHEAD = 16
 
 KNOBS = {
     "CHUNK": ("numeric", (1024, 2048, 4096)),
@@ -53,6 +55,8 @@ KNOBS = {
     "STAGES": ("schedule", (2, 3, 4)),
     "HEADS_TOGETHER_KEYS": ("schedule", (1, 32768, 65536, 131072)),
     "DEPENDENT_LAUNCH": ("schedule", (0, 1)),
+    "MERGE_WARPS": ("schedule", (1, 2, 4)),
+    "MERGE_AHEAD": ("schedule", (8, 16, 32)),
 }
 
 SMALL_KEY_BLOCK = 32
@@ -290,9 +294,9 @@ def forward(q, k, v, table, cu, lengths, longest, keys, scale, out, lse):
     )
     if split:
         launch(
-            *(attention_merge_kernel, batch * longest * query_heads, 1, 3),
+            *(attention_merge_kernel, batch * longest * query_heads, MERGE_WARPS, 3),
             *(out, log_sums, cu, lengths, partials, sums[0], sums[1], *out.stride()[:2], log_sums.stride(0)),
-            *(chunks, longest, query_heads, depth, *order, 16, has_lse, dependent),
+            *(chunks, longest, query_heads, depth, *order, MERGE_AHEAD, has_lse, dependent),
             **({"launch_pdl": True} if dependent else {}),
         )
 
