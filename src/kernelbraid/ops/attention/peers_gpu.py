@@ -52,11 +52,39 @@ def torch_flash(
 def flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float
 ) -> Any:
-    """FlashAttention-4 in CuTe DSL; sequences of one length."""
-    from flash_attn.cute import flash_attn_func
+    """FlashAttention-4 in CuTe DSL; packed, or in batches where all sequences have one length."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    batched = (x.view(-1, max_seqlen, *x.shape[1:]) for x in (q, k, v))
-    return flash_attn_func(*batched, softmax_scale=softmax_scale, causal=True)
+    if len(q) == (len(cu_seqlens) - 1) * max_seqlen:
+        batched = (x.view(-1, max_seqlen, *x.shape[1:]) for x in (q, k, v))
+        return flash_attn_func(*batched, softmax_scale=softmax_scale, causal=True)
+    return flash_attn_varlen_func(
+        *(q, k, v), softmax_scale=softmax_scale, causal=True, **_offsets(cu_seqlens, max_seqlen)
+    )
+
+
+def flash_attention_4_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float,
+) -> Any:  # fmt: skip
+    """Gradients by FlashAttention-4's deterministic mode; the function under its public ones, whose graphs
+    would hold the forward too."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    tensors, offsets = [q, k, v, out, dout], {}
+    if len(q) == (len(cu_seqlens) - 1) * max_seqlen:
+        tensors = [x.view(-1, max_seqlen, *x.shape[1:]) for x in tensors]
+        lse = lse.view(lse.shape[0], -1, max_seqlen).transpose(0, 1).contiguous()
+    else:
+        offsets = _offsets(cu_seqlens, max_seqlen)
+    return _flash_attn_bwd(
+        *tensors, lse, softmax_scale=softmax_scale, causal=True, deterministic=True, **offsets
+    )
+
+
+def _offsets(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **lengths}
 
 
 def torch_cudnn_backward(

@@ -396,15 +396,14 @@ ATTENTION_CUDA = Operator(
     peers=(
         Peer("torch_cudnn", "torch_cudnn", ("prefill", "update"), uniform=True),
         Peer("torch_flash_attention_2", "torch_flash", ("prefill", "update")),
-        Peer(
-            "flash_attention_4", "flash_attention_4", ("prefill", "update"), "flash_attn.cute", uniform=True
-        ),
+        Peer("flash_attention_4", "flash_attention_4", ("prefill", "update"), "flash_attn.cute"),
         Peer("split_decode", "split_decode", ("decode",)),
         Peer("torch_cudnn", "torch_cudnn_decode", ("decode",), uniform=True),
         Peer("torch_flash_attention_2", "torch_flash_decode", ("decode",), uniform=True),
         Peer("flashinfer", "flashinfer_decode", ("decode",), "flashinfer", uniform=True),
         Peer("torch_cudnn", "torch_cudnn_backward", ("backward",), uniform=True),
         Peer("torch_flash_attention_2", "torch_flash_backward", ("backward",)),
+        Peer("flash_attention_4", "flash_attention_4_backward", ("backward",), "flash_attn.cute"),
     ),
     peer_file="peers_gpu.py",
     scopes=_scopes(),
