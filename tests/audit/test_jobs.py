@@ -27,7 +27,7 @@ def a_job(**changes: object) -> jobs.AuditJob:
         study="study",
         operator="sums",
         contract=toy.CONTRACT.hash,
-        harness=jobs.harness_hash(),
+        harness=jobs.harness_hash("sums"),
         device="cpu",
         level=Level.FULL,
         policy=BitPolicy.MUTUAL,
@@ -189,7 +189,8 @@ def test_impossible_jobs(changes: dict[str, object], message: str) -> None:
 
 
 def test_the_harness_hash_covers_what_judges_and_no_implementation() -> None:
-    assert len(jobs.harness_hash()) == 64
+    assert len(jobs.harness_hash("attention")) == 64
+    assert jobs.harness_hash("attention") != jobs.harness_hash("rms_norm")
     package = Path(orders.__file__).parents[1]
     assert not orders._implementation_side("spec") and not orders._implementation_side("lowering")
     for file in (package / "ops").glob("*/cpu.py"):
@@ -203,7 +204,7 @@ def test_judging_code_that_changes_meanwhile_is_noticed(
 
     class Editing(Answers):
         def audit(self, candidate: jobs.Candidate, deadline: float | None) -> AuditEvidence:
-            monkeypatch.setattr(jobs, "harness_hash", lambda: "0" * 64)
+            monkeypatch.setattr(jobs, "harness_hash", lambda operator: "0" * 64)
             return super().audit(candidate, deadline)
 
     with pytest.raises(RuntimeError, match="judging code was changed"):
@@ -225,7 +226,7 @@ def test_every_request_is_answered_once(tmp_path: Path, monkeypatch: pytest.Monk
     read = jobs.read_results(path)
     assert [each.job for each in read.evidence] == ["r1", "r2"]
     assert read.evidence[0] == evidence(a_job(), "r1")
-    assert read.header["job"] == "job-1" and read.header["harness"] == jobs.harness_hash()
+    assert read.header["job"] == "job-1" and read.header["harness"] == jobs.harness_hash("sums")
 
 
 @pytest.mark.parametrize("cut", [1, 10, 10_000])

@@ -165,7 +165,7 @@ def test_a_certificate_is_written_and_found_while_it_is_current(monkeypatch: pyt
     assert found is not None and found == Certificate.loads(path.read_text())
     assert found.file == "cpu.py" and found.contract == ATTENTION.contract.hash
     assert path.is_relative_to(installed.home()) and [p.name for p in path.parent.iterdir()] == [path.name]
-    monkeypatch.setattr(certificates, "harness_hash", lambda: "another")
+    monkeypatch.setattr(certificates, "harness_hash", lambda operator: "another")
     assert certificates.local_certificate(ATTENTION) is None
 
 

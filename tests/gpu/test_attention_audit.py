@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AuditEvidence]:
         study="study",
         operator="attention",
         contract=ATTENTION.contract.hash,
-        harness=orders.harness_hash(),
+        harness=orders.harness_hash("attention"),
         device="cuda",
         level=Level.SMOKE,
         policy=BitPolicy.MUTUAL,

@@ -51,7 +51,7 @@ def job(**sources: Source) -> orders.AuditJob:
         study="study",
         operator="sums",
         contract=toy_cuda.SUMS.contract.hash,
-        harness=orders.harness_hash(),
+        harness=orders.harness_hash("sums"),
         device="cuda",
         level=Level.SCREEN,
         policy=BitPolicy.MUTUAL,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kernelbraid.ops.attention.inputs import poison
+from kernelbraid.ops.numbers import poison
 from kernelbraid.ops.problem import Array, Program, RowSpan, View
 
 

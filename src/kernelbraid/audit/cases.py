@@ -14,6 +14,7 @@ from kernelbraid.audit.drawings import PAGE, WHOLE_REGIMES, Drawing, Plan, Scope
 from kernelbraid.contract import Contract, Regime, Requirement
 from kernelbraid.ir.evidence import Level
 from kernelbraid.ops.problem import InputKind, Layout, Operator, ProblemShape
+from kernelbraid.ops.rows import ACCUMULATION
 
 Process = Literal["main", "fresh", "root"]
 
@@ -392,10 +393,26 @@ def _prompt(scope: Scope, rng: random.Random, rows: int) -> tuple[int, ...]:
     return (*pieces, *(1,) * tokens)
 
 
+def _gradient_accumulation(scope: Scope, regime: Regime) -> Iterator[Pair]:
+    """One request's gradients of parameters at once against their sum over pieces of whole blocks."""
+    for drawing in scope.problems(regime, "accumulation", regime) + scope.beyond():
+        rng = scope.rng("accumulation", drawing.seed)
+        longest = max(range(len(drawing.shape.rows)), key=lambda b: drawing.shape.rows[b])
+        at_once = scope.layout(regime, drawing, (longest,))
+        rows = drawing.shape.rows[longest]
+        for _ in range(scope.scale.layouts):
+            pieces: list[int] = []
+            while (left := rows - sum(pieces)) > ACCUMULATION and len(pieces) < 7:
+                pieces.append(ACCUMULATION * rng.randint(1, (left - 1) // ACCUMULATION))
+            pieces.append(rows - sum(pieces))
+            yield Pair(drawing, Execution(at_once), Execution(_again(at_once, partition=(tuple(pieces),))))
+
+
 def _accuracy(scope: Scope, regime: Regime) -> Iterator[Pair]:
     full = scope.plan.level == Level.FULL
-    others = scope.rng("accuracy kinds").sample(ACCURACY_KINDS[1:], scope.scale.kinds)
-    for kind in ACCURACY_KINDS if full else ("normal", *others):
+    known = [kind for kind in ACCURACY_KINDS if kind in scope.operator.kinds]
+    others = scope.rng("accuracy kinds").sample(known[1:], min(scope.scale.kinds, len(known) - 1))
+    for kind in known if full else ("normal", *others):
         drawing = scope.accuracy(kind, regime)
         yield Pair(drawing, Execution(scope.layout(regime, drawing)), None)
     if regime == "decode" and full:
@@ -418,5 +435,6 @@ RELATIONS: Mapping[str, Callable[[Scope, Regime], Iterator[Pair]]] = {
     "implementations_agree": _implementations_agree,
     "gradient_rerun": _rerun,
     "gradient_packing": _packing,
+    "gradient_accumulation": _gradient_accumulation,
 }
 """Relation name -> the pairs of executions that must give equal bits."""

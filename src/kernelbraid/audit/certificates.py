@@ -37,7 +37,7 @@ def certificate(report: Report) -> Certificate:
         verdicts=report.verdicts,
         specialisations=report.specialisations,
         environment=report.environment,
-        harness=harness_hash(),
+        harness=harness_hash(report.operator.name),
         seed=report.seed,
         issued=time.time(),
     )
@@ -86,7 +86,7 @@ def local_certificate(operator: Operator) -> Certificate | None:
         found = Certificate.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    current = (operator.contract.hash, in_use(operator).sha256, harness_hash())
+    current = (operator.contract.hash, in_use(operator).sha256, harness_hash(operator.name))
     same = (found.contract, found.implementation, found.harness) == current
     return found if same and found.environment.versions == environment.versions else None
 
@@ -132,7 +132,7 @@ def _certificate_problem(path: Path) -> str:
     operator = ops.get(found.operator, _backend_of(path))
     if found.environment.architecture != path.parent.name:
         return f"it is for architecture {found.environment.architecture}"
-    if found.harness != harness_hash():
+    if found.harness != harness_hash(operator.name):
         return "the judge has changed since it was issued"
     wanted = {requirement.id for requirement in operator.contract.requirements}
     if {verdict.requirement for verdict in found.verdicts if verdict.held} != wanted:

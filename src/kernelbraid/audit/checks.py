@@ -19,7 +19,7 @@ from kernelbraid.audit.drawings import Plan
 from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.formats import bits_type
-from kernelbraid.ops.problem import Array, Operator, Problem, ProblemShape, Program, Rows
+from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, ProblemShape, Program, Rows
 
 _VENDOR = Lock()
 """Held while the vendor's kernel runs: torch chooses among its kernels by process-wide switches."""
@@ -111,7 +111,9 @@ class Memory:
         return self._remembered(
             ("problem", shape, seed),
             lambda: self._operator.draw(shape, np.random.default_rng(seed)),
-            lambda problem: sum(a.nbytes for request in problem.requests for a in request.values()),
+            lambda problem: sum(
+                a.nbytes for arrays in (*problem.requests, problem.shared) for a in arrays.values()
+            ),
         )
 
     def rows(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
@@ -178,7 +180,8 @@ def gather(program: Program, outputs: Mapping[str, Array], rows: Sequence[int]) 
         copy.blocks.append(along[where][span.start : span.stop])
         copy.rows += span.stop - span.start
     for key, found in copies.items():
-        assert all(copy.rows == rows[key[1]] for copy in found), (key, [copy.rows for copy in found])
+        if key[1] != WHOLE_PROBLEM:
+            assert all(copy.rows == rows[key[1]] for copy in found), (key, [copy.rows for copy in found])
     return {key: np.array([copy.joined() for copy in found]) for key, found in copies.items()}
 
 
@@ -295,6 +298,8 @@ def canonical(array: Array) -> Array:
 def _place(key: tuple[str, int], index: tuple[int, ...], shape: ProblemShape) -> str:
     quantity, request = key
     row = index[0]
+    if request == WHOLE_PROBLEM:
+        return f"{quantity}, row {row}, index {list(index[1:])}"
     position = shape.lengths[request] - shape.rows[request] + row
     return f"{quantity} of request {request}, row {row} (position {position}), index {list(index[1:])}"
 

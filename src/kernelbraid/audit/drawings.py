@@ -16,7 +16,7 @@ import numpy as np
 
 from kernelbraid.contract import Regime
 from kernelbraid.ir.evidence import Level
-from kernelbraid.ops.problem import INPUT_KINDS, InputKind, Layout, Operator, ProblemShape
+from kernelbraid.ops.problem import InputKind, Layout, Operator, ProblemShape
 
 WHOLE_REGIMES: tuple[Regime, ...] = ("update", "backward")
 """Regimes that compute every row of a request at once."""
@@ -35,7 +35,8 @@ class Plan:
     """Value of every numeric knob; each may be the length of a block of positions."""
     edges: Mapping[str, tuple[int, ...]]
     """Load axis -> sizes at which the schedule changes: `batch` counts requests in a call, `query_length` the
-    most rows of one request in a call, `page_size` slots of a page; every other axis counts positions."""
+    most rows of one request in a call, `tokens` all rows of a call, `page_size` slots of a page; every other
+    axis counts positions."""
     dtype: str
     seed: int
     root_agrees: bool
@@ -150,7 +151,7 @@ class Scope:
     @cached_property
     def scheduled(self) -> tuple[int, ...]:
         """Lengths along positions at which the schedule changes."""
-        known = ("batch", "query_length", "page_size")
+        known = ("batch", "query_length", "tokens", "page_size")
         lengths = {e for axis, sizes in self.plan.edges.items() if axis not in known for e in sizes}
         return tuple(sorted(e for e in lengths if 1 <= e <= self.positions))
 
@@ -167,13 +168,15 @@ class Scope:
 
     @cached_property
     def query_edges(self) -> tuple[int, ...]:
-        return tuple(e for e in self.plan.edges.get("query_length", ()) if 1 <= e <= self.scale.whole)
+        edges = (*self.plan.edges.get("query_length", ()), *self.plan.edges.get("tokens", ()))
+        return tuple(sorted({e for e in edges if 1 <= e <= self.scale.whole}))
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes worth a call: the smallest and largest, both sides of every edge, and random ones."""
         high = min(self.scale.batch, self.limit("batch", self.scale.batch))
-        around = {e + d for e in self.plan.edges.get("batch", ()) for d in (-1, 0, 1)}
+        edges = (*self.plan.edges.get("batch", ()), *self.plan.edges.get("tokens", ()))
+        around = {e + d for e in edges for d in (-1, 0, 1)}
         rng = self.rng("batches")
         drawn = {logarithmic(rng, 1, high) for _ in range(2 * self.scale.layouts)}
         return tuple(sorted(n for n in {1, 2, 3, high - 1, high} | around | drawn if 1 <= n <= high))
@@ -183,13 +186,13 @@ class Scope:
         """Bytes that one more position adds to a request's inputs, measured on drawn ones."""
         shape = ProblemShape(self.constant, (1, 2), (1, 1), "normal", self.plan.dtype)
         one, two = self.operator.draw(shape, np.random.default_rng(0)).requests
-        return sum(two[name].nbytes - one[name].nbytes for name in one)
+        return max(1, sum(two[name].nbytes - one[name].nbytes for name in one))
 
     def kinds(self, every: bool, *salt: object) -> tuple[InputKind, ...]:
         """`normal` first; then all others, or as many as the level asks for, chosen by `salt`."""
-        others = [kind for kind in INPUT_KINDS if kind != "normal"]
+        others = [kind for kind in self.operator.kinds if kind != "normal"]
         self.rng("kinds", *salt).shuffle(others)
-        count = self.scale.kinds if self.plan.level == Level.SMOKE or not every else len(INPUT_KINDS)
+        count = self.scale.kinds if self.plan.level == Level.SMOKE or not every else len(self.operator.kinds)
         return ("normal", *others[: count - 1])
 
     def problems(self, regime: Regime, *salt: object, every: bool = False) -> tuple[Drawing, ...]:

@@ -97,7 +97,7 @@ def run_job(
                     evidence = judge.audit(candidate, deadline)
                     if evidence.status is Status.INTERRUPTED:
                         return results
-                    if harness_hash() != job.harness:
+                    if harness_hash(job.operator) != job.harness:
                         raise RuntimeError(
                             "the judging code was changed during an audit, which is not recorded: restore it "
                             "and run the job again"

@@ -42,7 +42,7 @@ class AuditJob:
     contract: str
     """Hash of the contract."""
     harness: str
-    """`harness_hash()` of the code that must judge."""
+    """`harness_hash` of the code that must judge."""
     device: str
     """`cpu` or `cuda`."""
     level: Level
@@ -129,16 +129,18 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def harness_hash() -> str:
-    """Return the hash of the code that judges: contract, problems, evidence, audit, operators' statements.
+def harness_hash(operator: str) -> str:
+    """Return the hash of what judges an operator: contract, problems, evidence, audit, its statements.
 
-    Implementations, the public functions in front of them, benchmarks and the self-test are not part of it.
+    Other operators, implementations, the public functions in front of them, benchmarks and the self-test are
+    not part of it.
     """
     package = Path(__file__).resolve().parents[1]
     files = [package / "contract.py", package / "ir" / "evidence.py"]
-    files += [package / "ops" / name for name in ("problem.py", "formats.py")]
+    files += [package / "ops" / name for name in ("problem.py", "formats.py", "numbers.py", "rows.py")]
     files += [file for file in (package / "audit").glob("*.py") if file.stem not in BESIDE_THE_JUDGE]
-    files += [file for file in (package / "ops").glob("*/*.py") if not _implementation_side(file.stem)]
+    own = package / "ops" / operator
+    files += [file for file in own.glob("*.py") if not _implementation_side(file.stem)]
     found = sha256()
     for file in sorted(files):
         content = file.read_bytes()
@@ -195,8 +197,9 @@ def read_job(path: Path) -> AuditJob:
 
 def check_harness(job: AuditJob) -> None:
     """Raise ValueError unless this installation judges as the job demands."""
-    if job.harness != harness_hash():
+    here = harness_hash(job.operator)
+    if job.harness != here:
         raise ValueError(
             f"job {job.id} was made for another version of the judging code ({job.harness[:12]}, here "
-            f"{harness_hash()[:12]}): install the version that exported it, or export it again"
+            f"{here[:12]}): install the version that exported it, or export it again"
         )

@@ -166,7 +166,7 @@ class _Selftest:
             study="selftest",
             operator=self.operator.name,
             contract=self.operator.contract.hash,
-            harness=harness_hash(),
+            harness=harness_hash(self.operator.name),
             device=self.operator.backend,
             level=Level.SCREEN,
             policy=BitPolicy.MUTUAL,

@@ -122,7 +122,7 @@ def second_implementation(operator: Operator) -> Source | None:
         defined = {node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)}
         if defined >= set(operator.entry_points):
             return source
-    return with_other_schedule(ops.source(operator)) if operator.backend != "cpu" else None
+    return with_other_schedule(ops.source(operator))
 
 
 def with_numerics(source: Source, numerics: Mapping[str, int]) -> Source:

@@ -17,6 +17,9 @@ from kernelbraid.contract import Contract, Cost, Regime, Workload
 
 Array = npt.NDArray[np.generic]
 
+WHOLE_PROBLEM = -1
+"""The request of a quantity that belongs to all requests together, such as the gradient of a weight."""
+
 InputKind = Literal[
     "normal",
     "heavy_tailed",
@@ -69,6 +72,8 @@ class Problem:
     shape: ProblemShape
     requests: tuple[Mapping[str, Array], ...]
     scalars: Mapping[str, float]
+    shared: Mapping[str, Array] = field(default_factory=dict)
+    """Parameters, the same for all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where a request's rows come out: `start:stop` of a buffer's `axis` are its rows from `first_row` on."""
+    """Where a request's rows come out: `start:stop` of a buffer's `axis` are its rows from `first_row` on.
+
+    A quantity of `WHOLE_PROBLEM` has rows of its own number; its name tells which requests took part.
+    """
 
     quantity: str
     buffer: str
@@ -203,6 +211,8 @@ class Operator:
     """File in the operator's folder with the peers' entry points; needs torch."""
     scopes: tuple[Mapping[str, int], ...] = ()
     """Sets of constant axes that a verification covers beside those of the grids."""
+    kinds: tuple[InputKind, ...] = INPUT_KINDS
+    """Kinds of numbers that `draw` knows."""
 
     def constant_axes(self, workload: Workload) -> dict[str, int]:
         """Return a workload's values of the contract's constant axes; raises ValueError if it lacks one."""

@@ -110,7 +110,7 @@ class Study:
             policy=_policy(policy),
             proposer=proposer,
             seed=seed,
-            harness=jobs.harness_hash(),
+            harness=jobs.harness_hash(operator.name),
             package=kernelbraid.__version__,
             patience=patience,
             minutes=minutes,
@@ -230,7 +230,7 @@ class Study:
     def require_current(self) -> None:
         """Raise ValueError unless this version of kernelbraid judges as the study's evidence was judged."""
         self.require_contract()
-        if jobs.harness_hash() != self.store.study.harness:
+        if jobs.harness_hash(self.store.study.operator) != self.store.study.harness:
             raise ValueError(self._outdated("judging code"))
 
     def _outdated(self, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Random inputs of attention, and the poison that stands where nobody may look. numpy only."""
+"""Random inputs of attention. numpy only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,13 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kernelbraid.ops.formats import BFLOAT16, bits_type, information
+from kernelbraid.ops.formats import BFLOAT16
+from kernelbraid.ops.numbers import Floats, normal, spoil
 from kernelbraid.ops.problem import Array, InputKind, Problem, ProblemShape
-
-Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.int32]
 
 LARGEST_LENGTH = 131072
 LARGEST_BATCH = 1024
-DRAWN_PERIOD = (1 << 20) - 3
-"""Larger arrays repeat this many drawn numbers; odd, so that no two pages hold the same."""
-POISON_PERIOD = (1 << 14) - 3
 CAPTURED_LAYERS = 3
 CAPTURED_GROUP = 3
 CAPTURED_HEAD_DIM = 64
@@ -101,26 +95,6 @@ def head_counts(shape: ProblemShape) -> tuple[int, int, int]:
     return query_heads, kv_heads, head_dim
 
 
-def normal(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32
-) -> npt.NDArray[Any]:
-    """Standard normal numbers, drawn in float32 and rounded once."""
-    size = int(np.prod(shape))
-    drawn = rng.standard_normal(min(size, DRAWN_PERIOD), np.float32).astype(dtype, copy=False)
-    return _tiled(drawn, size).reshape(shape)
-
-
-def _tiled(block: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """`block` repeated to `size` elements."""
-    if size <= block.size:
-        return block[:size]
-    whole, rest = divmod(size, block.size)
-    out = np.empty(size, block.dtype)
-    out[: whole * block.size].reshape(whole, block.size)[...] = block
-    out[size - rest :] = block[:rest]
-    return out
-
-
 def _shape_values(
     kind: InputKind, dtype: np.dtype[Any], rng: np.random.Generator, q: Floats, k: Floats, v: Floats
 ) -> None:
@@ -160,19 +134,9 @@ def _spoil(request: dict[str, Array], rng: np.random.Generator) -> None:
     first = length - max(length // 4, 1)
     for name in ("k", "v") if request["v"].dtype == np.float32 else ("k",):
         if length:
-            _spoil_block(request[name], rng, first, length)
+            spoil(request[name], rng, first, length)
     if rows:
-        _spoil_block(request["q"], rng, rows - max(rows // 4, 1), rows)
-
-
-def _spoil_block(block: Array, rng: np.random.Generator, first: int, stop: int) -> None:
-    for _ in range(3):
-        where = rng.integers(first, stop), rng.integers(block.shape[1]), rng.integers(block.shape[2])
-        choice = int(rng.integers(4))
-        if choice < 2:
-            block[where] = (np.inf, -np.inf)[choice]
-        else:
-            block.view(bits_type(block.dtype))[where] = _payloads(rng, 1, block.dtype)[0]
+        spoil(request["q"], rng, rows - max(rows // 4, 1), rows)
 
 
 def _share(requests: Sequence[dict[str, Array]], prefix: int) -> None:
@@ -219,26 +183,3 @@ def _fill_captured(shape: ProblemShape, rng: np.random.Generator, q: Floats, k: 
             v[:, g, part] = data["v"][layer, positions]
             for h in range(group):
                 q[:, g * group + h, part] = data["q"][layer, rows, h % CAPTURED_GROUP]
-
-
-def _payloads(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Quiet NaNs of either sign with random payloads, as bits."""
-    bits, mantissa = bits_type(dtype), information(dtype).nmant
-    infinity = np.array(np.inf, dtype).view(bits)
-    sign = rng.integers(0, 2, count, np.uint32) << np.uint32(8 * bits.itemsize - 1)
-    payload = rng.integers(1, 1 << (mantissa - 1), count, np.uint32)
-    return np.asarray(sign | np.uint32(infinity) | np.uint32(1 << (mantissa - 1)) | payload).astype(bits)
-
-
-def poison(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float32") -> npt.NDArray[Any]:
-    """Return an array full of NaNs whose payloads come from `rng`."""
-    size = int(np.prod(shape))
-    bits = _payloads(rng, min(size, POISON_PERIOD), np.dtype(dtype))
-    return _tiled(bits.view(dtype), size).reshape(shape)
-
-
-def garbage(rng: np.random.Generator, shape: tuple[int, int], pages: int) -> Integers:
-    """Page numbers that nobody may follow: half of them in the pool, half of them any int32."""
-    wild = rng.integers(-(2**31), 2**31, shape, np.int32)
-    valid = rng.integers(0, max(pages, 1), shape, np.int32)
-    return np.where(rng.integers(0, 2, shape) == 0, wild, valid)

@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 
 from kernelbraid.contract import Regime, Workload
-from kernelbraid.ops.attention.inputs import (
-    LARGEST_BATCH,
-    LARGEST_LENGTH,
-    Integers,
-    garbage,
-    head_counts,
-    normal,
-    poison,
-)
+from kernelbraid.ops.attention.inputs import LARGEST_BATCH, LARGEST_LENGTH, head_counts
+from kernelbraid.ops.numbers import Integers, garbage, normal, poison
 from kernelbraid.ops.problem import (
     Argument,
     Array,
