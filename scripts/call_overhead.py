@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernelbraid import attention, paged_attention, write_kv_cache
-from kernelbraid.ops.attention import registered
+from kernelbraid.ops import dispatch
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS, KEYS, PAGE = 9, 3, 64, 16, 32, 16
 BATCHES, CALLS = 30, 200
@@ -38,7 +38,7 @@ def main(device: torch.device) -> None:
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    kernel = registered.implementation(device)
+    kernel = dispatch.implementation("attention", device)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)

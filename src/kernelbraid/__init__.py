@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
 
-__all__ = ["Study", "__version__", "attention", "check_metadata", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "Study",
+    "__version__",
+    "attention",
+    "check_metadata",
+    "paged_attention",
+    "rms_norm",
+    "write_kv_cache",
+]
 
 _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
+    "rms_norm": "kernelbraid.ops.rms_norm.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

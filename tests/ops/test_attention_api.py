@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernelbraid import attention, ops, paged_attention, write_kv_cache
 from kernelbraid.contract import Source
-from kernelbraid.ops import installed
+from kernelbraid.ops import dispatch, installed
 from kernelbraid.ops.attention import arguments, registered
 from kernelbraid.ops.attention.spec import CONTRACT
 
@@ -107,7 +107,7 @@ def test_memory_is_wrapped_not_copied(monkeypatch):
 
     fake = SimpleNamespace(**{n: take(n) for n in ("attention", "paged_attention", "write_kv_cache")})
     whole, (arguments, _), new = packed(), paged(), writing()
-    monkeypatch.setattr(registered, "implementation", lambda device: fake)
+    monkeypatch.setattr(dispatch, "implementation", lambda name, device: fake)
     attention(**whole)
     assert [a.ctypes.data for a in seen["attention"][:4]] == [
         whole[n].data_ptr() for n in ("q", "k", "v", "cu_seqlens")
@@ -362,16 +362,16 @@ def test_concurrent_calls_give_the_same_bits():
 def fresh_choice(tmp_path, monkeypatch):
     """A home of its own, and an implementation that is chosen anew."""
     monkeypatch.setenv("KERNELBRAID_HOME", str(tmp_path))
-    registered._found.cache_clear()
+    dispatch._found.cache_clear()
     yield {"architecture": "cpu", "device": installed.cpu_model(), "record": {}}
-    registered._found.cache_clear()
+    dispatch._found.cache_clear()
 
 
 def test_installed_winner_is_used_checked_and_undone(fresh_choice):
     mark = "def attention(q, k, v, cu_seqlens, max_seqlen, scale, out, lse):\n    out[...] = 42\n"
     path = installed.install("attention", Source(mark), contract=CONTRACT.hash, **fresh_choice)
     assert (attention(**packed()) == 42).all()
-    registered._found.cache_clear()
+    dispatch._found.cache_clear()
     path.write_text(mark.replace("42", "43"))
     with pytest.raises(
         RuntimeError, match="changed since it was promoted; run `kernelbraid demote attention`"
@@ -388,7 +388,7 @@ def test_winner_of_another_contract_is_refused(fresh_choice):
 
 
 def test_shipped_source_is_what_is_called(fresh_choice):
-    found = registered.implementation(torch.device("cpu"))
+    found = dispatch.implementation("attention", torch.device("cpu"))
     assert found.__name__ == "kernelbraid.ops.attention.cpu"
     assert ops.source(ops.get("attention")).text == Path(found.__file__).read_text()
 
@@ -471,7 +471,7 @@ CUDA_0 = torch.device("cuda", 0)
 def test_old_gpus_are_refused(a_gpu):
     a_gpu("Tesla T4", 7, 5)
     with pytest.raises(RuntimeError, match="cuda:0 is Tesla T4, sm_75: attention needs sm_80 or newer"):
-        registered.implementation(CUDA_0)
+        dispatch.implementation("attention", CUDA_0)
 
 
 def test_a_gpu_finds_the_winner_of_its_model(a_gpu):
@@ -479,7 +479,7 @@ def test_a_gpu_finds_the_winner_of_its_model(a_gpu):
     mark, contract = Source("MARK = 'H200'\n"), ops.get("attention", "cuda").contract.hash
     about = {"architecture": "sm_90", "device": "NVIDIA H200", "contract": contract, "record": {}}
     installed.install("attention", mark, **about)
-    found = registered.implementation(CUDA_0)
+    found = dispatch.implementation("attention", CUDA_0)
     assert found.MARK == "H200"
     with pytest.raises(RuntimeError, match="the installed attention has no attention_backward"):
         registered._call("attention_backward", CUDA_0)
@@ -490,7 +490,7 @@ def test_a_winner_of_the_cpus_contract_is_refused_on_a_gpu(a_gpu):
     about = {"architecture": "sm_90", "device": "NVIDIA H200", "contract": CONTRACT.hash, "record": {}}
     installed.install("attention", Source("MARK = 1\n"), **about)
     with pytest.raises(RuntimeError, match="another contract"):
-        registered.implementation(CUDA_0)
+        dispatch.implementation("attention", CUDA_0)
 
 
 @pytest.mark.parametrize("strides", [(128, 1 << 26, 1), (1 << 23, 128, 1)])

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from tests.ops.programs import execute, rows_of
 
-from kernelbraid.ops.attention import cpu, registered
+from kernelbraid.ops.attention import cpu
 from kernelbraid.ops.attention.inputs import draw
 from kernelbraid.ops.attention.lowering import load_axes, lower
 from kernelbraid.ops.attention.reference import reference
-from kernelbraid.ops.attention.spec import CONTRACT
+from kernelbraid.ops.attention.spec import ATTENTION, CONTRACT
 from kernelbraid.ops.problem import INPUT_KINDS, Layout, ProblemShape
 
 ROOT = Path(__file__).parents[2] / "examples/roots/straightforward.py"
@@ -201,5 +201,5 @@ def test_implementations_are_readable_alone(path):
 
 def test_the_module_says_what_it_exports():
     module = import_module("kernelbraid.ops.attention.cpu")
-    for name in (*registered.ENTRY_POINTS, "numerics", "schedule", "KNOBS"):
+    for name in (*ATTENTION.entry_points, "numerics", "schedule", "KNOBS"):
         assert hasattr(module, name)

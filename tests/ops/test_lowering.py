@@ -3,12 +3,13 @@ import pytest
 from tests.ops.programs import Plain, execute, rows_of
 
 from kernelbraid.contract import Workload
-from kernelbraid.ops.attention.inputs import draw, poison
+from kernelbraid.ops.attention.inputs import draw
 from kernelbraid.ops.attention.lowering import load_axes, lower, timed, workload_lengths
 from kernelbraid.ops.attention.reference import reference
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.attention.workloads import GRIDS
 from kernelbraid.ops.formats import BFLOAT16, bits_type, information, is_float
+from kernelbraid.ops.numbers import poison
 from kernelbraid.ops.problem import INPUT_KINDS, Layout, Problem, ProblemShape, View
 
 AXES = (("query_heads", 6), ("kv_heads", 2), ("head_dim", 64))

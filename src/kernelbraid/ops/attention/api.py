@@ -5,8 +5,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from kernelbraid.ops.arguments import refuse_features, refuse_tangents
 from kernelbraid.ops.attention import arguments, registered
 from kernelbraid.ops.attention.arguments import check_metadata
+from kernelbraid.ops.attention.spec import CONTRACT
+from kernelbraid.ops.dispatch import count_write, is_traced
 
 __all__ = ["attention", "check_metadata", "paged_attention", "write_kv_cache"]
 
@@ -86,9 +89,9 @@ def attention(
         gradient's depend on its own sequence alone.
     """
     if window is not None or soft_cap is not None or sinks is not None:
-        arguments.refuse_features(window=window, soft_cap=soft_cap, sinks=sinks)
-    arguments.refuse_tangents(q=q, k=k, v=v)
-    if registered.is_traced(q):
+        refuse_features(CONTRACT, window=window, soft_cap=soft_cap, sinks=sinks)
+    refuse_tangents("attention", q=q, k=k, v=v)
+    if is_traced(q):
         out, lse = registered.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale)
         return (out, lse) if return_lse else out
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)):
@@ -190,11 +193,11 @@ def paged_attention(
     Bits: contract `attention` 1. A row's bits depend on its query and on its request's keys and values alone.
     """
     if window is not None or soft_cap is not None or sinks is not None:
-        arguments.refuse_features(window=window, soft_cap=soft_cap, sinks=sinks)
-    arguments.refuse_tangents(q=q, k_cache=k_cache, v_cache=v_cache)
+        refuse_features(CONTRACT, window=window, soft_cap=soft_cap, sinks=sinks)
+    refuse_tangents("attention", q=q, k_cache=k_cache, v_cache=v_cache)
     arguments.refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     inputs = (q, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k)
-    if registered.is_traced(q):
+    if is_traced(q):
         lse = registered.empty_lse(q) if return_lse else None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         registered.paged_attention(*inputs, softmax_scale, out, lse)
@@ -238,8 +241,8 @@ def write_kv_cache(
     """
     arguments.refuse_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     inputs = (k, v, k_cache, v_cache, page_table, cu_seqlens_q, seqlens_k)
-    if registered.is_traced(k):
+    if is_traced(k):
         registered.write_kv_cache(*inputs)
     else:
         registered.write(*inputs)
-        registered.count_write(k_cache, v_cache)
+        count_write(k_cache, v_cache)

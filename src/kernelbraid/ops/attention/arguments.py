@@ -8,20 +8,25 @@ same for those of a GPU.
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from kernelbraid import ops
 from kernelbraid.contract import Axis, Contract
+from kernelbraid.ops.arguments import (
+    INDEX_DTYPES,
+    check_integer,
+    check_is_tensor,
+    check_shape,
+    check_tensor,
+    check_written,
+)
 from kernelbraid.ops.attention.spec import CONTRACT
 
 Integers = npt.NDArray[np.int32]
-INDEX_DTYPES = (torch.int32,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +65,6 @@ LARGEST_SCALE = 1e30
 """Of the scores: beyond it the factor of the exponents would not be finite in float32."""
 
 
-def refuse_features(**features: object) -> None:
-    """Refuse what the contract excludes."""
-    for exclusion in CONTRACT.exclusions:
-        if features.get(exclusion.feature) is not None:
-            raise ValueError(
-                f"{exclusion.feature} is not part of contract {CONTRACT.name}: {exclusion.reason}; pass None"
-            )
-
-
-def refuse_tangents(**tensors: Tensor) -> None:
-    """Refuse forward-mode derivatives, which would silently be left out."""
-    if forward_ad._current_level >= 0:
-        for name, tensor in tensors.items():
-            dual = forward_ad.unpack_dual(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[no-untyped-call]
-            if dual is not None and dual.tangent is not None:
-                raise ValueError(f"{name} has a tangent, and attention has no forward-mode derivatives")
-
-
 def refuse_grad(**tensors: Tensor | None) -> None:
     """Refuse inputs for which autograd expects a gradient that does not exist."""
     if torch.is_grad_enabled():
@@ -109,8 +96,8 @@ def check_packed(
     _check_rows("q", q, own.query_heads, own, device)
     _check_rows("k", k, own.kv_heads, own, device, q)
     _check_rows("v", v, own.kv_heads, own, device, q)
-    _check_shape("k", k, (q.shape[0], None, q.shape[2]), "q")
-    _check_shape("v", v, k.shape, "k")
+    check_shape("k", k, (q.shape[0], None, q.shape[2]), "q")
+    check_shape("v", v, k.shape, "k")
     _check_group(q, k)
     batch = _check_offsets("cu_seqlens", cu_seqlens, own, device)
     limit = own.query_length.high
@@ -127,9 +114,9 @@ def check_gradient(q: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> None:
     own, device = _domain("q", q)
     for name, tensor in (("out", out), ("dout", dout)):
         _check_rows(name, tensor, own.query_heads, own, device, q)
-        _check_shape(name, tensor, q.shape, "q")
+        check_shape(name, tensor, q.shape, "q")
     _check_tensor("lse", lse, (torch.float32,), 2, device)
-    _check_shape("lse", lse, (q.shape[1], q.shape[0]), "q")
+    check_shape("lse", lse, (q.shape[1], q.shape[0]), "q")
 
 
 def check_paged(
@@ -148,7 +135,7 @@ def check_paged(
     own, device = _domain("q", q)
     _check_rows("q", q, own.query_heads, own, device)
     _check_caches(k_cache, v_cache, own, device, q)
-    _check_shape("k_cache", k_cache, (None, None, None, q.shape[2]), "q")
+    check_shape("k_cache", k_cache, (None, None, None, q.shape[2]), "q")
     _check_group(q, k_cache)
     batch = _check_offsets("cu_seqlens_q", cu_seqlens_q, own, device)
     _check_pages(page_table, seqlens_k, batch, device)
@@ -164,8 +151,8 @@ def check_paged(
         _check_host_bound("max_seqlen_k", max_seqlen_k, q.shape[0], batch, limit_k)
     if out is not None:
         _check_tensor("out", out, (q.dtype,), 3, device)
-        _check_shape("out", out, q.shape, "q")
-        _check_written("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+        check_shape("out", out, q.shape, "q")
+        check_written("out", out, {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     return score_factor(softmax_scale, q)
 
 
@@ -182,9 +169,9 @@ def check_cache_write(
     own, device = _domain("k", k)
     _check_rows("k", k, own.kv_heads, own, device)
     _check_rows("v", v, own.kv_heads, own, device, k)
-    _check_shape("v", v, k.shape, "k")
+    check_shape("v", v, k.shape, "k")
     _check_caches(k_cache, v_cache, own, device, k)
-    _check_shape("k_cache", k_cache, (None, None, *k.shape[1:]), "k")
+    check_shape("k_cache", k_cache, (None, None, *k.shape[1:]), "k")
     batch = _check_offsets("cu_seqlens_q", cu_seqlens_q, own, device)
     _check_pages(page_table, seqlens_k, batch, device)
     if cu_seqlens_q.is_cpu:
@@ -192,8 +179,8 @@ def check_cache_write(
         lengths, table, size = _numbers(seqlens_k), _numbers(page_table), k_cache.shape[1]
         _check_places(k_cache.shape[0], size, table, lengths, new, own.key_length.high)
         _check_slots(new, lengths, table, size)
-    _check_written("k_cache", k_cache, {"k": k, "v": v, "v_cache": v_cache})
-    _check_written("v_cache", v_cache, {"k": k, "v": v})
+    check_written("k_cache", k_cache, {"k": k, "v": v, "v_cache": v_cache})
+    check_written("v_cache", v_cache, {"k": k, "v": v})
 
 
 def check_metadata(
@@ -256,39 +243,13 @@ def check_metadata(
 
 def _domain(name: str, tensor: Tensor) -> tuple[Domain, torch.device]:
     """The domain and the device that a call's first tensor decides on."""
-    _check_is_tensor(name, tensor)
+    check_is_tensor(name, tensor)
     if tensor.is_cpu:
         return domain("cpu"), tensor.device
     if tensor.is_cuda:
         return domain("cuda"), tensor.device
     device = tensor.device.type
     raise ValueError(f"{name} is on {device}, for which this version has no backend: move it to the CPU")
-
-
-def _check_is_tensor(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int, device: torch.device | None
-) -> None:
-    _check_is_tensor(name, tensor)
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, others on {device}: move them to one device")
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(_wrong_dtype(name, tensor, dtypes))
-    if tensor.dim() != dimensions:
-        raise ValueError(f"{name} must have {dimensions} dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.is_neg():
-        raise ValueError(f"{name} is a lazily negated view: call .resolve_neg()")
-    stride = tensor.stride(-1)
-    if stride != 1 and tensor.shape[-1] > 1 and tensor.numel():
-        raise ValueError(f"{name}'s last dimension must have stride 1, not {stride}: call .contiguous()")
-    if tensor.is_cuda and dimensions >= 3:
-        check_reach(name, tensor.shape, tensor.stride())
 
 
 def check_reach(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
@@ -300,13 +261,19 @@ def check_reach(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
         )
 
 
-def _wrong_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> str:
-    wanted = " or ".join(str(d) for d in dtypes)
-    text = f"{name} must be {wanted}, got {tensor.dtype}"
-    if "float8" in str(tensor.dtype):
+def _check_tensor(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int, device: torch.device | None
+) -> None:
+    if isinstance(tensor, Tensor) and "float8" in str(tensor.dtype):
+        wanted = " or ".join(str(d) for d in dtypes)
         reason = next(e.reason for e in CONTRACT.exclusions if e.feature == "fp8_cache")
-        return f"{text}: contract {CONTRACT.name} excludes fp8_cache, {reason}"
-    return text if dtypes == INDEX_DTYPES else f"{text} on {tensor.device.type}"
+        raise ValueError(
+            f"{name} must be {wanted}, got {tensor.dtype}: contract {CONTRACT.name} excludes fp8_cache, "
+            f"{reason}"
+        )
+    check_tensor(name, tensor, dtypes, dimensions, device)
+    if tensor.is_cuda and dimensions >= 3:
+        check_reach(name, tensor.shape, tensor.stride())
 
 
 def _check_rows(
@@ -322,7 +289,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, own: Domain, device: torch.d
     _check_tensor("v_cache", v_cache, (like.dtype,), 4, device)
     _check_heads("k_cache", k_cache, own.kv_heads, own.head_dim)
     own.page_size.check(k_cache.shape[1])
-    _check_shape("v_cache", v_cache, k_cache.shape, "k_cache")
+    check_shape("v_cache", v_cache, k_cache.shape, "k_cache")
 
 
 def _check_heads(name: str, tensor: Tensor, heads: Axis, head_dim: Axis) -> None:
@@ -331,17 +298,6 @@ def _check_heads(name: str, tensor: Tensor, heads: Axis, head_dim: Axis) -> None
         head_dim.check(tensor.shape[-1])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int | None, ...], source: str) -> None:
-    """Compare a shape with another argument's; None stands for any size."""
-    given = tensor.shape
-    if given == wanted:
-        return
-    for size, found in zip(wanted, given, strict=True):
-        if size != found and size is not None:
-            shown = ", ".join("any" if size is None else str(size) for size in wanted)
-            raise ValueError(f"{name} must have shape [{shown}] to fit {source}, got {list(given)}")
 
 
 def _check_group(q: Tensor, keys: Tensor) -> None:
@@ -370,64 +326,15 @@ def _check_pages(page_table: Tensor, seqlens_k: Tensor, batch: int, device: torc
         )
 
 
-def _check_integer(name: str, bound: int) -> None:
-    if isinstance(bound, bool) or not isinstance(bound, int):
-        raise ValueError(f"{name} must be an int, got {type(bound).__name__}")
-
-
 def _check_host_bound(name: str, bound: int, rows: int, batch: int, limit: int) -> None:
     """Check a bound by what the host knows: `batch` requests share `rows` rows."""
-    _check_integer(name, bound)
+    check_integer(name, bound)
     least = -(-rows // max(batch, 1))
     if not least <= bound <= limit:
         raise ValueError(
             f"{name} must be between {least}, the mean of {rows} rows over {batch} requests, and {limit}, "
             f"got {bound}"
         )
-
-
-def _check_written(name: str, tensor: Tensor, others: dict[str, Tensor]) -> None:
-    """Refuse a tensor whose elements share memory with each other or with an input's."""
-    if not tensor.is_contiguous():
-        extent = 1
-        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if size > 1:
-                if stride < extent:
-                    raise ValueError(f"{name}'s elements overlap in memory: pass a tensor of its own")
-                extent += stride * (size - 1)
-    first, end = _span(tensor)
-    for other_name, other in others.items():
-        other_first, other_end = _span(other)
-        near = other_first < end and first < other_end
-        if near and np.shares_memory(_layout(tensor), _layout(other)):
-            raise ValueError(f"{name} must not share memory with {other_name}")
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Addresses between which a tensor's elements lie."""
-    if tensor.is_contiguous():
-        first = tensor.data_ptr()
-        return first, first + tensor.nbytes
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-
-
-class _Placed:
-    """Where a tensor's elements lie, as numpy describes it; nothing is read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-            "data": (tensor.data_ptr(), True),
-        }
-
-
-def _layout(tensor: Tensor) -> npt.NDArray[Any]:
-    return np.asarray(_Placed(tensor))
 
 
 # ---- Values, in the CPU's memory ----
@@ -451,7 +358,7 @@ def _counts(name: str, cu: Integers, total: int) -> Integers:
 
 
 def _check_bound(name: str, bound: int, longest: int, what: str, limit: int) -> None:
-    _check_integer(name, bound)
+    check_integer(name, bound)
     if not longest <= bound <= limit:
         raise ValueError(f"{name} must be between {longest}, the longest of {what}, and {limit}, got {bound}")
 

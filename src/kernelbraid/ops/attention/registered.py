@@ -11,82 +11,17 @@ traced call cannot look at are checked when it runs. Outside of a trace the publ
 operators, whose boundary costs more than a small call: the same functions run, the same bits come out.
 """
 
-from functools import cache
-from importlib import import_module
-from threading import Lock
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernelbraid import ops
-from kernelbraid.ops import installed
+from kernelbraid.ops import dispatch
 from kernelbraid.ops.attention import arguments
+from kernelbraid.ops.dispatch import count_write, is_traced, refuse_second, rows_contiguous
 
-# ---- Implementations ----
-
-OLDEST_GPU = (8, 0)
-ENTRY_POINTS = ("attention", "attention_backward", "paged_attention", "write_kv_cache")
-_loading = Lock()
-
-
-def implementation(device: torch.device) -> Any:
-    """Return the winner installed for a device's model, otherwise the shipped implementation.
-
-    Raises:
-        RuntimeError: the GPU is not supported, or what is installed does not fit or was changed.
-    """
-    with _loading:
-        return _found(device.type, device.index or 0)
-
-
-@cache
-def _found(backend: str, index: int) -> ModuleType:
-    architecture, model = ("cpu", installed.cpu_model()) if backend == "cpu" else _gpu(index)
-    operator = ops.get("attention", backend)
-    found = installed.read("attention", architecture, model)
-    if found is None:
-        return import_module(f"kernelbraid.ops.attention.{operator.files[0].removesuffix('.py')}")
-    if found.contract != operator.contract.hash:
-        raise RuntimeError(
-            f"the installed attention {found.source.short} was promoted under another contract; "
-            "run `kernelbraid demote attention` and search again"
-        )
-    return installed.load(found, "attention")
-
-
-def _gpu(index: int) -> tuple[str, str]:
-    """Architecture and model of a GPU."""
-    model, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    if torch.version.hip is not None:
-        raise RuntimeError(f"cuda:{index} is {model}: only NVIDIA's GPUs are supported")
-    architecture = "sm_{}{}".format(*capability)
-    if capability < OLDEST_GPU:
-        oldest = "sm_{}{}".format(*OLDEST_GPU)
-        raise RuntimeError(f"cuda:{index} is {model}, {architecture}: attention needs {oldest} or newer")
-    return architecture, model
-
-
-def _call(entry_point: str, device: torch.device, *operands: object) -> None:
-    """Call an entry point: on the CPU with arrays of the tensors' memory, on a GPU with the tensors."""
-    found = implementation(device)
-    try:
-        function = getattr(found, entry_point)
-    except AttributeError:
-        raise RuntimeError(
-            f"the installed attention has no {entry_point}; "
-            "run `kernelbraid demote attention` and search again"
-        ) from None
-    if device.type == "cpu":
-        function(*[_array(x) if isinstance(x, Tensor) else x for x in operands])
-    else:
-        with torch.cuda.device(device):
-            function(*operands)
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+_call = partial(dispatch.call, "attention")
 
 
 # ---- Calls with their checks ----
@@ -198,13 +133,6 @@ def empty_lse(q: Tensor) -> Tensor:
 
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def count_write(*tensors: Tensor) -> None:
-    """Tell autograd that these are written, so that a graph that saved one of them notices."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 # ---- Registered operators ----
@@ -331,7 +259,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dout is None or not any(needed):
         return (None,) * 6
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
-    tensors = (q, k, v, out, lse, _rows_contiguous(dout), cu_seqlens)
+    tensors = (q, k, v, out, lse, rows_contiguous(dout), cu_seqlens)
     # An eager call was checked in its forward; its backward is recorded only if a second one may follow.
     recorded = is_traced(q) or torch.is_grad_enabled()
     function = attention_backward if recorded else _differentiate
@@ -339,21 +267,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return (*(next(found) if need else None for need in needed), None, None, None)
 
 
-def _rows_contiguous(dout: Tensor) -> Tensor:
-    """An incoming gradient, such as the expanded one of a sum, in a layout that kernels read."""
-    dout = dout.resolve_neg()
-    return dout if dout.stride(-1) == 1 else dout.contiguous()
-
-
-def _refuse_second(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError(
-        "attention has first derivatives only: its gradients cannot be differentiated again "
-        "(double backward); compute them without create_graph=True"
-    )
-
-
 attention.register_autograd(_gradients, setup_context=_save)
-attention_backward.register_autograd(_refuse_second)
+attention_backward.register_autograd(refuse_second("attention"))
 
 
 class Attention(torch.autograd.Function):
@@ -383,13 +298,3 @@ def attend_with_grad(
     """`attend` with a log-sum-exp, recorded by autograd."""
     out, lse = Attention.apply(q, k, v, cu_seqlens, max_seqlen, softmax_scale)  # type: ignore[no-untyped-call]
     return out, lse
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether somebody watches operators: a compiler, a mode, a transform or a tensor subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or (type(tensor) not in (Tensor, torch.nn.Parameter) and isinstance(tensor, Tensor))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )

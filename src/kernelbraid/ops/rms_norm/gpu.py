@@ -142,7 +142,7 @@ def rms_norm_backward_kernel(
     w = tl.load(WEIGHT + o_j, mask=o_j < WIDTH, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((1, W), tl.float32)
     for t in range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, tokens)):
-        t = t.to(tl.int64)
+        t = tl.cast(t, tl.int64)
         x = tl.load(X + t * sx_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
         d = tl.load(DOUT + t * sd_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
         r = factor(x, eps, WIDTH, 1, W)
@@ -164,5 +164,5 @@ def add_partials_kernel(PARTIALS, OUT, blocks, WIDTH, ACCUMULATE: tl.constexpr, 
     m = o_j < WIDTH
     total = tl.load(OUT + o_j, mask=m) if ACCUMULATE else tl.zeros((B,), tl.float32)
     for block in range(blocks):
-        total += tl.load(PARTIALS + block.to(tl.int64) * WIDTH + o_j, mask=m, other=0.0)
+        total += tl.load(PARTIALS + tl.cast(block, tl.int64) * WIDTH + o_j, mask=m, other=0.0)
     tl.store(OUT + o_j, canonical(total, tl.float32), mask=m)

@@ -21,6 +21,7 @@ from kernelbraid.ops.rows import (
     KINDS,
     TOKENS,
     TRAINING,
+    Axes,
     Field,
     Gradients,
     RowForm,
@@ -36,7 +37,7 @@ EXCLUSIONS = (
 )
 
 
-def _row(axes: "dict[str, int]") -> tuple[int, ...]:
+def _row(axes: Axes) -> tuple[int, ...]:
     return (axes["width"],)
 
 
@@ -169,21 +170,18 @@ def _step(width: int, layers: int) -> tuple[Workload, ...]:
 SMOLLM2_135M, QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, QWEN3_32B = 576, 1024, 2048, 4096, 5120
 MODELS = (QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, QWEN3_32B)
 
+CPU_CALLS: tuple[tuple[Regime, int], ...] = (("decode", 16), ("update", 2048), ("backward", 2048))
+LARGE_CALLS: tuple[tuple[Regime, int], ...] = (("update", 8192), ("update", 32768), ("backward", 8192))
+
 GRIDS = {
     "study": _step(SMOLLM2_135M, 30),
     "cpu": tuple(
-        _workload(phase, width, tokens)
-        for width in (SMOLLM2_135M, QWEN3_0_6B)
-        for phase, tokens in (("decode", 16), ("update", 2048), ("backward", 2048))
+        _workload(phase, width, tokens) for width in (SMOLLM2_135M, QWEN3_0_6B) for phase, tokens in CPU_CALLS
     ),
 }
 CUDA_GRIDS = {
     "study": _step(QWEN3_8B, 36),
-    "large": tuple(
-        _workload(phase, width, tokens)
-        for width in MODELS
-        for phase, tokens in (("update", 8192), ("update", 32768), ("backward", 8192))
-    ),
+    "large": tuple(_workload(phase, width, tokens) for width in MODELS for phase, tokens in LARGE_CALLS),
     "decode": tuple(_workload("decode", width, tokens) for width in MODELS for tokens in (1, 16, 64, 256)),
 }
 SCOPES = tuple({"width": width} for width in (1, 64, 100, 896, 2048, 5120))
