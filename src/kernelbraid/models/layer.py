@@ -1,0 +1,182 @@
+"""A decoder layer of unified operators: one definition for rollout and update.
+
+    a, r = add_rms_norm(x, r)        x = o(attention(rope(qk_norm(qkv(a)))))
+    m, r = add_rms_norm(x, r)        x = down(swiglu(gate_up(m)))        or the experts that the router chose
+
+The two differ in `attend` alone: the update attends packed sequences, rollout writes the new keys and values into
+the paged cache and attends what is there. Everything else is the same call on other rows, whose bits do not depend
+on their number or neighbours.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kernelbraid.models.config import ModelConfig
+from kernelbraid.ops.add_rms_norm.api import add_rms_norm
+from kernelbraid.ops.attention.api import attention, paged_attention
+from kernelbraid.ops.linear.api import linear
+from kernelbraid.ops.moe_experts.api import moe_experts
+from kernelbraid.ops.moe_router.api import moe_router
+from kernelbraid.ops.qk_norm.api import qk_norm
+from kernelbraid.ops.qk_norm_rope_cache.api import qk_norm_rope_cache
+from kernelbraid.ops.rms_norm.api import rms_norm
+from kernelbraid.ops.rope.api import rope
+from kernelbraid.ops.swiglu.api import swiglu
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From q [T, Hq, D], k and v [T, Hkv, D], neither normed nor rotated, to the attention's output [T, Hq, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Parameters of one layer; projections that read the same rows are one matrix.
+
+    Dense layers have gate_up and down; sparse ones router, experts_gate_up and experts_down.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_norm: Tensor
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    router: Tensor | None = None
+    experts_gate_up: Tensor | None = None
+    experts_down: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters that there are, by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """Cosines and sines of every position, [max_positions, head_dim / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Whole sequences one after the other: a batch of the update."""
+
+    positions: Tensor
+    """[T] int32, of each token in its sequence."""
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """New tokens of requests whose keys and values are, or will be, in a paged cache."""
+
+    page_table: Tensor
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def attend_packed(config: ModelConfig, weights: LayerWeights, tables: RopeTables, batch: Packed) -> Attend:
+    """What a layer of the update does between its projections."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = qk_norm(q, k, weights.q_norm, weights.k_norm, eps=config.eps)
+        q, k = rope(q, k, batch.positions, tables.cos, tables.sin)
+        return attention(q, k, v, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
+
+    return attend
+
+
+def attend_paged(
+    config: ModelConfig,
+    weights: LayerWeights,
+    tables: RopeTables,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Paged,
+) -> Attend:
+    """What a layer of the rollout does between its projections: it also writes the cache."""
+    where = {
+        "page_table": batch.page_table,
+        "cu_seqlens_q": batch.cu_seqlens_q,
+        "seqlens_k": batch.seqlens_k,
+    }
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = qk_norm_rope_cache(
+            *(q, k, v, tables.cos, tables.sin, k_cache, v_cache),
+            **where,
+            q_weight=weights.q_norm,
+            k_weight=weights.k_norm,
+            eps=config.eps,
+        )
+        longest = {"max_seqlen_q": batch.max_seqlen_q, "max_seqlen_k": batch.max_seqlen_k}
+        return paged_attention(q, k_cache, v_cache, **where, **longest)
+
+    return attend
+
+
+def layer(
+    config: ModelConfig, weights: LayerWeights, x: Tensor, residual: Tensor | None, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """One decoder layer.
+
+    Args:
+        config: of the model.
+        weights: of the layer.
+        x: [T, hidden], what the layer before adds to the residual; the embeddings for the first one.
+        residual: [T, hidden], None for the first layer.
+        attend: the middle of the attention, for update or rollout.
+
+    Returns:
+        What this layer adds to the residual, and the residual, [T, hidden] each.
+
+    Bits: those of its operators; each row depends on its own token and the keys that it sees.
+    """
+    if residual is None:
+        normed, residual = rms_norm(x, weights.input_norm, eps=config.eps), x
+    else:
+        normed, residual = add_rms_norm(x, residual, weights.input_norm, eps=config.eps)
+    qkv = linear(normed, weights.qkv, weights.qkv_bias)
+    q, k, v = _heads(config, qkv)
+    x = linear(attend(q, k, v).reshape(x.shape[0], -1), weights.o)
+    normed, residual = add_rms_norm(x, residual, weights.post_norm, eps=config.eps)
+    return feed_forward(config, weights, normed), residual
+
+
+def feed_forward(config: ModelConfig, weights: LayerWeights, x: Tensor) -> Tensor:
+    """The dense feed-forward, or that of the experts that the router chooses for each token."""
+    if config.experts is None:
+        assert weights.gate_up is not None and weights.down is not None
+        return linear(swiglu(linear(x, weights.gate_up)), weights.down)
+    assert weights.router is not None
+    assert weights.experts_gate_up is not None and weights.experts_down is not None
+    scores, chosen = moe_router(
+        linear(x, weights.router), top_k=config.experts.top_k, renormalize=config.experts.renormalize
+    )
+    return moe_experts(x, scores, chosen, weights.experts_gate_up, weights.experts_down)
+
+
+def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of one projection's rows."""
+    counts = (config.query_heads, config.kv_heads, config.kv_heads)
+    parts = qkv.split([count * config.head_dim for count in counts], dim=1)
+    q, k, v = (part.unflatten(1, (count, config.head_dim)) for part, count in zip(parts, counts, strict=True))
+    return q, k, v
+
+
+def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Position of each packed token in its sequence, [T] int32, without waiting for a device."""
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1
+    return index - cu_seqlens[sequence]
