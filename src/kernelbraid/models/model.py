@@ -20,8 +20,8 @@ from kernelbraid.models.layer import (
 )
 from kernelbraid.ops.add_rms_norm.api import add_rms_norm
 from kernelbraid.ops.embedding.api import embedding
-from kernelbraid.ops.logprob.api import logprob
 from kernelbraid.ops.linear.api import linear
+from kernelbraid.ops.logprob.api import logprob
 from kernelbraid.ops.rope.tables import rope_tables
 
 
