@@ -1,1 +1,1 @@
-"""Models on unified operators: decoder layers, whole models, their weights, and the relations across operators."""
+"""Models on unified operators: decoder layers, whole models, weights, and relations across operators."""

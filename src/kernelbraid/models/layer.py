@@ -3,9 +3,9 @@
     a, r = add_rms_norm(x, r)        x = o(attention(rope(qk_norm(qkv(a)))))
     m, r = add_rms_norm(x, r)        x = down(swiglu(gate_up(m)))        or the experts that the router chose
 
-The two differ in `attend` alone: the update attends packed sequences, rollout writes the new keys and values into
-the paged cache and attends what is there. Everything else is the same call on other rows, whose bits do not depend
-on their number or neighbours.
+The two differ in `attend` alone: the update attends packed sequences, rollout writes the new keys and values
+into the paged cache and attends what is there. Everything else is the same call on other rows, whose bits do
+not depend on their number or neighbours.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from kernelbraid.ops.rope.api import rope
 from kernelbraid.ops.swiglu.api import swiglu
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From q [T, Hq, D], k and v [T, Hkv, D], neither normed nor rotated, to the attention's output [T, Hq, D]."""
+"""From q [T, Hq, D], k and v [T, Hkv, D], neither normed nor rotated, to the output [T, Hq, D]."""
 
 
 @dataclass(frozen=True, slots=True)

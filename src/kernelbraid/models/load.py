@@ -96,7 +96,7 @@ def from_state(
 
 
 def drawn(config: ModelConfig, *, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> ModelWeights:
-    """Random weights of plausible size: normal with the usual 0.02, output projections smaller, norms near 1."""
+    """Random weights of plausible size: normal by 0.02, output projections smaller, norms near 1."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, scale: float = 0.02) -> Tensor:
