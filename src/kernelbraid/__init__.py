@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.rms_norm.api import rms_norm
+    from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "check_metadata",
     "paged_attention",
     "rms_norm",
+    "swiglu",
     "write_kv_cache",
 ]
 
@@ -29,6 +31,7 @@ _HOMES = {
     "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
+    "swiglu": "kernelbraid.ops.swiglu.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 
