@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.embedding.api import embedding
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.search.study import Study
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
     "attention",
     "check_metadata",
+    "embedding",
     "paged_attention",
     "rms_norm",
     "swiglu",
@@ -29,6 +31,7 @@ _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
+    "embedding": "kernelbraid.ops.embedding.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "swiglu": "kernelbraid.ops.swiglu.api",

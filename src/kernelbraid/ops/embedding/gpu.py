@@ -1,0 +1,165 @@
+"""Embedding on the GPU, in portable Triton: rows of a table by id, and the gradient of the table.
+
+    out[t, j] = weight[ids[t], j]        dweight[v, j] = sum over t with ids[t] = v of dout[t, j]
+
+Rows are copied as integers. The sum goes in token order from what is there, one float32 chain an element and
+no atomics: torch sorts the ids, stably, and a program adds the tokens of one id. Nothing waits for the
+device, and no address leaves the tensors whatever the ids are: one outside of the table gives a row of NaN,
+and adds nothing. Free of bits: tiles, warps, rows loaded ahead, and the pieces that tokens come in.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 2048
+WARPS = 4
+AHEAD = 8
+
+KNOBS = {
+    "TILE": ("schedule", (1024, 2048, 4096)),
+    "WARPS": ("schedule", (2, 4, 8)),
+    "AHEAD": ("schedule", (4, 8, 16)),
+}
+
+SMALLEST_TILE = 256
+MULTIPROCESSORS = 132
+NANS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+
+
+def numerics(constant_axes):
+    return {}
+
+
+def schedule(axes, knobs):
+    """Choose the columns of a program and its warps: small calls are spread over the multiprocessors."""
+    tile = min(knobs["TILE"], triton.next_power_of_2(axes["width"]))
+    while tile > SMALLEST_TILE and axes["tokens"] * triton.cdiv(axes["width"], tile) < 2 * MULTIPROCESSORS:
+        tile //= 2
+    return {"tile": tile, "warps": max(1, min(knobs["WARPS"], tile // 256)), "ahead": knobs["AHEAD"]}
+
+
+def chosen(tokens, width):
+    return schedule({"width": width, "tokens": tokens}, {"TILE": TILE, "WARPS": WARPS, "AHEAD": AHEAD})
+
+
+# ---- Entry points. Tensors on one device: ids [T] int32 or int64, rows in 16 bits, last strides 1.
+
+
+def embedding(ids, weight, out):
+    """Copy rows of weight [V, width] by ids [T] into out [T, width]; NaN where there is no such row."""
+    tokens, width = out.shape
+    if not tokens:
+        return
+    plan = chosen(tokens, width)
+    columns = triton.cdiv(width, plan["tile"])
+    embedding_kernel[(tokens * columns,)](
+        ids,
+        weight.view(torch.int16),
+        out.view(torch.int16),
+        weight.shape[0],
+        weight.stride(0),
+        out.stride(0),
+        width,
+        columns,
+        plan["tile"],
+        NANS[weight.dtype],
+        num_warps=plan["warps"],
+    )
+
+
+def embedding_backward(ids, weight, dout, dweight, accumulate):
+    """Write the gradient of weight, which is not read, or add it to dweight if `accumulate`.
+
+    dweight is float32, or, without `accumulate`, of any dtype: sums are rounded to it once.
+    """
+    (tokens, width), vocabulary = dout.shape, dweight.shape[0]
+    if not accumulate:
+        dweight.zero_()
+    if not tokens:
+        return
+    keys = torch.empty(tokens, dtype=torch.int32, device=ids.device)
+    keys_kernel[(triton.cdiv(tokens, 1024),)](ids, keys, tokens, vocabulary, 1024)
+    keys, order = torch.sort(keys, stable=True)
+    plan = chosen(tokens, width)
+    columns = triton.cdiv(width, plan["tile"])
+    embedding_backward_kernel[(tokens * columns,)](
+        keys,
+        order,
+        dout,
+        dweight,
+        tokens,
+        vocabulary,
+        dout.stride(0),
+        dweight.stride(0),
+        width,
+        columns,
+        plan["tile"],
+        plan["ahead"],
+        bool(accumulate),
+        num_warps=plan["warps"],
+        enable_fp_fusion=False,
+    )
+
+
+# ---- Device.
+
+
+@triton.jit
+def canonical(x, dtype: tl.constexpr):
+    """x as stored: one NaN, chosen among bits, since conversions have NaNs of their own."""
+    if dtype == tl.float32:
+        return tl.where(x == x, x, float("nan"))
+    else:
+        NAN: tl.constexpr = 0x7FC0 if dtype == tl.bfloat16 else 0x7E00
+        bits = x.to(dtype).to(tl.int16, bitcast=True)
+        return tl.where(x == x, bits, tl.full(bits.shape, NAN, tl.int16)).to(dtype, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["vocabulary"], do_not_specialize_on_alignment=["IDS"])
+def embedding_kernel(
+    IDS, WEIGHT, OUT, vocabulary, sw_v, so_t,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, NAN: tl.constexpr,
+):  # fmt: skip
+    t = (tl.program_id(0) // COLUMNS).to(tl.int64)
+    o_j = tl.program_id(0) % COLUMNS * B + tl.arange(0, B)
+    m = o_j < WIDTH
+    v = tl.load(IDS + t).to(tl.int64)
+    inside = (v >= 0) & (v < vocabulary)
+    w = tl.load(WEIGHT + tl.where(inside, v, 0) * sw_v + o_j, mask=m & inside, other=NAN)
+    tl.store(OUT + t * so_t + o_j, w, mask=m)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary"], do_not_specialize_on_alignment=["IDS"])
+def keys_kernel(IDS, KEYS, tokens, vocabulary, B: tl.constexpr):
+    """Ids as int32, those outside of the table behind all others."""
+    o_t = tl.program_id(0) * B + tl.arange(0, B)
+    m = o_t < tokens
+    v = tl.load(IDS + o_t, mask=m, other=0).to(tl.int64)
+    tl.store(KEYS + o_t, tl.where((v >= 0) & (v < vocabulary), v, vocabulary).to(tl.int32), mask=m)
+
+
+@triton.jit(do_not_specialize=["tokens", "vocabulary"])
+def embedding_backward_kernel(
+    KEYS, ORDER, DOUT, DWEIGHT, tokens, vocabulary, sd_t, sw_v,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """The program at the first of an id's places among the sorted ones adds all its tokens, in order."""
+    place = tl.program_id(0) // COLUMNS
+    o_j = tl.program_id(0) % COLUMNS * B + tl.arange(0, B)
+    m = o_j < WIDTH
+    v = tl.load(KEYS + place)
+    before = tl.load(KEYS + place - 1, mask=place > 0, other=-1)
+    if (v != before) & (v < vocabulary):
+        p_w = DWEIGHT + v.to(tl.int64) * sw_v + o_j
+        total = tl.load(p_w, mask=m, other=0.0) if ACCUMULATE else tl.zeros((B,), tl.float32)
+        more = v < vocabulary
+        while more:
+            for i in tl.static_range(AHEAD):
+                more = tl.load(KEYS + place + i, mask=place + i < tokens, other=-1) == v
+                t = tl.load(ORDER + place + i, mask=more, other=0).to(tl.int64)
+                d = tl.load(DOUT + t * sd_t + o_j, mask=m & more, other=0.0).to(tl.float32)
+                total = tl.where(more, total + d, total)
+            place += AHEAD
+        tl.store(p_w, canonical(total, DWEIGHT.dtype.element_ty), mask=m)
