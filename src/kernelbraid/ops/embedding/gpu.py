@@ -14,15 +14,16 @@ import triton.language as tl
 
 TILE = 2048
 WARPS = 4
-AHEAD = 8
+AHEAD = 4
 
 KNOBS = {
     "TILE": ("schedule", (1024, 2048, 4096)),
     "WARPS": ("schedule", (2, 4, 8)),
-    "AHEAD": ("schedule", (4, 8, 16)),
+    "AHEAD": ("schedule", (2, 4, 8)),
 }
 
 SMALLEST_TILE = 256
+MOST_TOKENS_LOG2 = 17
 MULTIPROCESSORS = 132
 NANS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
@@ -81,15 +82,16 @@ def embedding_backward(ids, weight, dout, dweight, accumulate):
     keys = torch.empty(tokens, dtype=torch.int32, device=ids.device)
     keys_kernel[(triton.cdiv(tokens, 1024),)](ids, keys, tokens, vocabulary, 1024)
     keys, order = torch.sort(keys, stable=True)
+    counts = torch.empty_like(keys)
+    counts_kernel[(triton.cdiv(tokens, 256),)](keys, counts, tokens, vocabulary, MOST_TOKENS_LOG2, 256)
     plan = chosen(tokens, width)
     columns = triton.cdiv(width, plan["tile"])
     embedding_backward_kernel[(tokens * columns,)](
         keys,
+        counts,
         order,
         dout,
         dweight,
-        tokens,
-        vocabulary,
         dout.stride(0),
         dweight.stride(0),
         width,
@@ -140,26 +142,39 @@ def keys_kernel(IDS, KEYS, tokens, vocabulary, B: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary"])
+def counts_kernel(KEYS, COUNTS, tokens, vocabulary, STEPS: tl.constexpr, B: tl.constexpr):
+    """At the first place of an id among the sorted ones, how often it occurs; 0 elsewhere."""
+    o_p = tl.program_id(0) * B + tl.arange(0, B)
+    m = o_p < tokens
+    v = tl.load(KEYS + o_p, mask=m, other=-1)
+    before = tl.load(KEYS + o_p - 1, mask=m & (o_p > 0), other=-1)
+    low, high = o_p, tl.full((B,), 0, tl.int32) + tokens  # the last place of v, and one behind it
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        same = tl.load(KEYS + middle, mask=m & (low < middle), other=-2) == v
+        low = tl.where(same, middle, low)
+        high = tl.where(same | (low >= middle), high, middle)
+    tl.store(COUNTS + o_p, tl.where((v != before) & (v < vocabulary), low + 1 - o_p, 0), mask=m)
+
+
+@triton.jit
 def embedding_backward_kernel(
-    KEYS, ORDER, DOUT, DWEIGHT, tokens, vocabulary, sd_t, sw_v,
+    KEYS, COUNTS, ORDER, DOUT, DWEIGHT, sd_t, sw_v,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """The program at the first of an id's places among the sorted ones adds all its tokens, in order."""
+    """The program at the first place of an id among the sorted ones adds all its tokens, in order."""
     place = tl.program_id(0) // COLUMNS
     o_j = tl.program_id(0) % COLUMNS * B + tl.arange(0, B)
     m = o_j < WIDTH
-    v = tl.load(KEYS + place)
-    before = tl.load(KEYS + place - 1, mask=place > 0, other=-1)
-    if (v != before) & (v < vocabulary):
-        p_w = DWEIGHT + v.to(tl.int64) * sw_v + o_j
+    count = tl.load(COUNTS + place)
+    if count > 0:
+        p_w = DWEIGHT + tl.load(KEYS + place).to(tl.int64) * sw_v + o_j
         total = tl.load(p_w, mask=m, other=0.0) if ACCUMULATE else tl.zeros((B,), tl.float32)
-        more = v < vocabulary
-        while more:
-            for i in tl.static_range(AHEAD):
-                more = tl.load(KEYS + place + i, mask=place + i < tokens, other=-1) == v
-                t = tl.load(ORDER + place + i, mask=more, other=0).to(tl.int64)
-                d = tl.load(DOUT + t * sd_t + o_j, mask=m & more, other=0.0).to(tl.float32)
-                total = tl.where(more, total + d, total)
-            place += AHEAD
+        t = tl.load(ORDER + place)
+        total += tl.load(DOUT + t * sd_t + o_j, mask=m, other=0.0).to(tl.float32)
+        if count > 1:
+            for i in tl.range(place + 1, place + count, num_stages=AHEAD):
+                t = tl.load(ORDER + i)
+                total += tl.load(DOUT + t * sd_t + o_j, mask=m, other=0.0).to(tl.float32)
         tl.store(p_w, canonical(total, DWEIGHT.dtype.element_ty), mask=m)

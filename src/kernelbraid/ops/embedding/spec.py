@@ -137,7 +137,7 @@ CUDA_CONTRACT = replace(
     relations=_relations(graph=True),
     accuracy=(
         AccuracyBound("out", factor=1.0, floor=EXACT, regimes=FORWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.0, floor=5e-7, regimes=BACKWARD),
     ),
 )
 

@@ -133,9 +133,9 @@ CUDA_CONTRACT = Contract(
     knobs=(),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=2.5e-3, regimes=FORWARD),
-        AccuracyBound("dgate", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dup", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.0, floor=4e-3, regimes=FORWARD),
+        AccuracyBound("dgate", factor=1.0, floor=4e-3, regimes=BACKWARD),
+        AccuracyBound("dup", factor=1.0, floor=4e-3, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
