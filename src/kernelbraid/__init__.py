@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.embedding.api import embedding
     from kernelbraid.ops.rms_norm.api import rms_norm
+    from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
@@ -18,8 +20,10 @@ __all__ = [
     "__version__",
     "attention",
     "check_metadata",
+    "embedding",
     "paged_attention",
     "rms_norm",
+    "swiglu",
     "write_kv_cache",
 ]
 
@@ -27,8 +31,10 @@ _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
+    "embedding": "kernelbraid.ops.embedding.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
+    "swiglu": "kernelbraid.ops.swiglu.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

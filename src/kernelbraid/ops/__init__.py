@@ -4,10 +4,21 @@ from importlib.resources import files
 
 from kernelbraid.contract import Source
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
+from kernelbraid.ops.embedding.spec import EMBEDDING, EMBEDDING_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
+from kernelbraid.ops.swiglu.spec import SWIGLU, SWIGLU_CUDA
 
-OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA, RMS_NORM, RMS_NORM_CUDA)
+OPERATORS: tuple[Operator, ...] = (
+    ATTENTION,
+    ATTENTION_CUDA,
+    RMS_NORM,
+    RMS_NORM_CUDA,
+    SWIGLU,
+    SWIGLU_CUDA,
+    EMBEDDING,
+    EMBEDDING_CUDA,
+)
 """One entry an operator and backend."""
 
 

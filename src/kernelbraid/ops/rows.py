@@ -316,8 +316,9 @@ class RowForm:
     ) -> Program:
         """Return a program of `variants` distinct calls; see `Operator.timed`.
 
-        Every variant has rows of its own of the inputs, up to `pool_bytes` of them, and the parameters are
-        stored as often as the pool has room for. Peers get the arguments of the entry point that it reads.
+        Every variant has rows of its own of the inputs, up to `pool_bytes` of them, and the parameters and
+        their gradients are stored as often as the pool has room for. Peers get the arguments of the entry
+        point that it reads.
         """
         axes, tokens = _integers(workload), _tokens(workload)
         backward = workload.phase == "backward"
@@ -337,9 +338,11 @@ class RowForm:
             shape = ProblemShape((), (), (), "normal", dtype)
             inputs[each.name] = self._drawn(each, axes, (places[each.name] * size[0], *size[1:]), shape, rng)
         outputs = {e.name: ((variants * tokens, *e.shape(axes)), e.kept(dtype)) for e in written}
-        outputs |= {
-            e.name: ((variants * e.shape(axes)[0], *e.shape(axes)[1:]), e.kept(dtype)) for e in summed
-        }
+        for each in summed:
+            height, *others = each.shape(axes)
+            one = max(1, height * int(np.prod(others)) * np.dtype(each.kept(dtype)).itemsize)
+            places[each.name] = max(1, min(variants, -(-pool_bytes // one)))
+            outputs[each.name] = (places[each.name] * height, *others), each.kept(dtype)
         calls = []
         for i in range(variants):
             arguments: dict[str, Argument] = {}
@@ -351,7 +354,8 @@ class RowForm:
             if not contiguous:
                 arguments |= {e.name: View(e.name, i * tokens, (i + 1) * tokens) for e in written}
                 heights = {e.name: e.shape(axes)[0] for e in summed}
-                arguments |= {n: View(n, i * height, (i + 1) * height) for n, height in heights.items()}
+                turns = {n: i % places[n] for n in heights}
+                arguments |= {n: View(n, turns[n] * h, (turns[n] + 1) * h) for n, h in heights.items()}
                 if summed:
                     arguments["accumulate"] = 0
             unread = gradients.unread if gradients and backward else ()

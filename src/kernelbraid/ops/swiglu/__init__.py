@@ -1,0 +1,1 @@
+"""SwiGLU: the sigmoid-weighted gate of an MLP, times its other half."""

@@ -1,0 +1,29 @@
+"""Other SwiGLUs on a GPU: what a benchmark runs beside ours."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def torch_swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """Gradients by the calls that torch's autograd makes, silu of the gate computed anew."""
+    return torch.ops.aten.silu_backward(dout * up, gate), dout * silu(gate)
+
+
+def liger_swiglu(gate: Tensor, up: Tensor) -> Any:
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    return swiglu_forward(gate, up)
+
+
+def liger_swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor) -> Any:
+    """Gradients, which Liger-Kernel writes over its inputs: it gets copies."""
+    from liger_kernel.ops.swiglu import swiglu_backward
+
+    return swiglu_backward(gate.clone(), up.clone(), dout)
