@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Study",
     "__version__",
+    "add_rms_norm",
     "attention",
     "check_metadata",
     "paged_attention",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "Study": "kernelbraid.search.study",
+    "add_rms_norm": "kernelbraid.ops.add_rms_norm.api",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
