@@ -158,14 +158,14 @@ def add_rms_norm_backward_kernel(
         t = tl.cast(t, tl.int64)
         x = tl.load(X + t * sx_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
         d = tl.load(DOUT + t * sd_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
-        other = tl.zeros((1, W), tl.float32)
-        if HAS_DTOTAL:
-            other = tl.load(DTOTAL + t * st_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
         r = factor(x, eps, WIDTH, 1, W)
         n = x * r[:, None]
         if HAS_DX:
             c = tl.div_rn(paired(d * w * n, 1, W), tl.full((1,), WIDTH, tl.float32))
             g = tl.fma(tl.broadcast_to(-c[:, None], (1, W)), n, d * w)
+            other = tl.zeros((1, W), tl.float32)
+            if HAS_DTOTAL:
+                other = tl.load(DTOTAL + t * st_t + o_j[None, :], mask=m, other=0.0).to(tl.float32)
             g = tl.fma(tl.broadcast_to(r[:, None], (1, W)), g, other)
             tl.store(DX + t * sdx_t + o_j[None, :], canonical(g, DX.dtype.element_ty), mask=m)
         if HAS_DW:
