@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.qk_norm.api import qk_norm
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
 
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "check_metadata",
     "paged_attention",
+    "qk_norm",
     "rms_norm",
     "write_kv_cache",
 ]
@@ -31,6 +33,7 @@ _HOMES = {
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
+    "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
