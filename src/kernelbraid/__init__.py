@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.qk_norm.api import qk_norm
     from kernelbraid.ops.rms_norm.api import rms_norm
+    from kernelbraid.ops.rope.api import Llama3Scaling, rope, rope_tables
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Llama3Scaling",
     "Study",
     "__version__",
     "add_rms_norm",
@@ -24,10 +26,13 @@ __all__ = [
     "paged_attention",
     "qk_norm",
     "rms_norm",
+    "rope",
+    "rope_tables",
     "write_kv_cache",
 ]
 
 _HOMES = {
+    "Llama3Scaling": "kernelbraid.ops.rope.api",
     "Study": "kernelbraid.search.study",
     "add_rms_norm": "kernelbraid.ops.add_rms_norm.api",
     "attention": "kernelbraid.ops.attention.api",
@@ -35,6 +40,8 @@ _HOMES = {
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
+    "rope": "kernelbraid.ops.rope.api",
+    "rope_tables": "kernelbraid.ops.rope.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

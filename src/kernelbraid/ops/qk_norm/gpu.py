@@ -4,8 +4,8 @@
 
 for q with q's weight and for k with k's. A head's sums pair neighbours: 0 with 1, 2 with 3, then pairs with
 pairs, over D filled up with zeros to a power of two. The gradient of w adds, a head each, TOKEN_BLOCK tokens
-in order from +0; then the heads by pairing neighbours; then blocks in order. Free of bits: heads of a program,
-warps, one launch or two. Fusion is off: what is fused is written so.
+in order from +0; then the heads by pairing neighbours; then blocks in order. Free of bits: heads of a
+program, warps, one launch or two. Fusion is off: what is fused is written so.
 """
 
 import torch

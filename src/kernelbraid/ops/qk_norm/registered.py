@@ -7,6 +7,7 @@ Outside of a trace the public function goes round the operator, whose boundary c
 the same functions run, the same bits come out.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -143,7 +144,7 @@ def _gradients(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None,
         return (None,) * 5
     tensors = ctx.saved_tensors
     recorded = is_traced(tensors[0]) or torch.is_grad_enabled()
-    function = qk_norm_backward if recorded else differentiate
+    function: Callable[..., list[Tensor]] = qk_norm_backward if recorded else differentiate
     given = rows_contiguous(dq_out), rows_contiguous(dk_out)
     found = iter(function(*tensors, *given, ctx.eps, needed))
     return (*(next(found) if need else None for need in needed), None)
