@@ -7,34 +7,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.embedding.api import embedding
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.swiglu.api import swiglu
+    from kernelbraid.ops.qk_norm.api import qk_norm
+    from kernelbraid.ops.rms_norm.api import rms_norm
+    from kernelbraid.ops.rope.api import Llama3Scaling, rope, rope_tables
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Llama3Scaling",
     "Study",
     "__version__",
+    "add_rms_norm",
     "attention",
     "check_metadata",
     "embedding",
     "paged_attention",
+    "qk_norm",
     "rms_norm",
     "swiglu",
+    "rope",
+    "rope_tables",
     "write_kv_cache",
 ]
 
 _HOMES = {
+    "Llama3Scaling": "kernelbraid.ops.rope.api",
     "Study": "kernelbraid.search.study",
+    "add_rms_norm": "kernelbraid.ops.add_rms_norm.api",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "embedding": "kernelbraid.ops.embedding.api",
     "paged_attention": "kernelbraid.ops.attention.api",
+    "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "swiglu": "kernelbraid.ops.swiglu.api",
+    "rope": "kernelbraid.ops.rope.api",
+    "rope_tables": "kernelbraid.ops.rope.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

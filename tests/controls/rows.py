@@ -6,6 +6,7 @@ from importlib import import_module
 from kernelbraid import ops
 
 OPERATORS = ("rms_norm", "swiglu", "embedding")
+OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

@@ -3,9 +3,11 @@
 from importlib.resources import files
 
 from kernelbraid.contract import Source
+from kernelbraid.ops.add_rms_norm.spec import ADD_RMS_NORM, ADD_RMS_NORM_CUDA
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.embedding.spec import EMBEDDING, EMBEDDING_CUDA
 from kernelbraid.ops.problem import Operator
+from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
 from kernelbraid.ops.swiglu.spec import SWIGLU, SWIGLU_CUDA
 
@@ -18,6 +20,14 @@ OPERATORS: tuple[Operator, ...] = (
     SWIGLU_CUDA,
     EMBEDDING,
     EMBEDDING_CUDA,
+from kernelbraid.ops.rope.spec import ROPE, ROPE_CUDA
+
+OPERATORS: tuple[Operator, ...] = (
+    *(ATTENTION, ATTENTION_CUDA),
+    *(RMS_NORM, RMS_NORM_CUDA),
+    *(ADD_RMS_NORM, ADD_RMS_NORM_CUDA),
+    *(QK_NORM, QK_NORM_CUDA),
+    *(ROPE, ROPE_CUDA),
 )
 """One entry an operator and backend."""
 

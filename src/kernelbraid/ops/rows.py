@@ -90,7 +90,7 @@ class Field:
     """Empty: the problem's."""
     drawn: Drawn = "numbers"
     below: Callable[[Axes], int] | None = None
-    """Indices lie below this; rows of padding hold any int32."""
+    """Indices, and positions of timed calls, lie below this; rows of padding hold any int32."""
     scale: Callable[[Axes], float] = lambda axes: 1.0
     """Factor of the drawn numbers."""
     offset: float = 0.0
@@ -180,7 +180,8 @@ class RowForm:
     ) -> Array:
         dtype = np.dtype(each.kept(shape.dtype))
         if each.drawn == "positions":
-            return np.zeros(size, dtype)
+            most = each.below(axes) if each.below else MOST_POSITIONS
+            return (np.arange(np.prod(size)) % most).reshape(size).astype(dtype)
         if each.drawn == "indices":
             assert each.below is not None
             return rng.integers(0, each.below(axes), size).astype(dtype)

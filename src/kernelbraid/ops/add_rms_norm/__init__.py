@@ -1,0 +1,1 @@
+"""The residual add and RMS norm: a sum that goes on, and its norm."""

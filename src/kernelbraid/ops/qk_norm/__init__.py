@@ -1,0 +1,1 @@
+"""QK norm: RMS norm of every head of queries and keys."""

@@ -1,0 +1,1 @@
+"""Rotary position embedding: halves of heads turned by the angles of their positions."""
