@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.embedding.api import embedding
+    from kernelbraid.ops.linear.api import linear
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.ops.qk_norm.api import qk_norm
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "check_metadata",
     "embedding",
+    "linear",
     "paged_attention",
     "qk_norm",
     "rms_norm",
@@ -43,6 +45,7 @@ _HOMES = {
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "embedding": "kernelbraid.ops.embedding.api",
+    "linear": "kernelbraid.ops.linear.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",

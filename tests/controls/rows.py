@@ -7,6 +7,7 @@ from kernelbraid import ops
 
 OPERATORS = ("rms_norm", "swiglu", "embedding")
 OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope")
+OPERATORS = ("rms_norm", "linear")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

@@ -6,6 +6,7 @@ from kernelbraid.contract import Source
 from kernelbraid.ops.add_rms_norm.spec import ADD_RMS_NORM, ADD_RMS_NORM_CUDA
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.embedding.spec import EMBEDDING, EMBEDDING_CUDA
+from kernelbraid.ops.linear.spec import LINEAR, LINEAR_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
@@ -29,6 +30,7 @@ OPERATORS: tuple[Operator, ...] = (
     *(QK_NORM, QK_NORM_CUDA),
     *(ROPE, ROPE_CUDA),
 )
+OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA, RMS_NORM, RMS_NORM_CUDA, LINEAR, LINEAR_CUDA)
 """One entry an operator and backend."""
 
 

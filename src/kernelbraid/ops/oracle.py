@@ -27,6 +27,7 @@ def evaluate(
     the problem's programs.
     """
     shape = problem.shape
+    form = form.under(dict(shape.constant_axes))
     ends = np.cumsum((0, *shape.rows))
     total = int(ends[-1])
 
@@ -46,7 +47,7 @@ def evaluate(
     parameters = {each.name: tensor(problem.shared[each.name]) for each in form.parameters}
 
     def outputs(inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        found = formula(**inputs, **parameters, **problem.scalars)
+        found = formula(**inputs, **parameters, **dict.fromkeys(form.absent), **problem.scalars)
         return found if isinstance(found, tuple) else (found,)
 
     def keep(name: str, value: Tensor) -> None:

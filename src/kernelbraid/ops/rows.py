@@ -95,6 +95,8 @@ class Field:
     """Factor of the drawn numbers."""
     offset: float = 0.0
     """Added to the drawn numbers."""
+    present: Callable[[Axes], bool] = lambda axes: True
+    """Under which constant axes there is such a tensor; otherwise an implementation is given None."""
 
     def kept(self, dtype: str) -> str:
         return self.dtype or dtype
@@ -115,6 +117,8 @@ class Gradients:
     """Outputs of the forward that it reads."""
     unread: tuple[str, ...] = ()
     """Inputs and parameters of the forward that it does not read."""
+    absent: tuple[str, ...] = ()
+    """Gradients that are None: see `RowForm.under`."""
 
 
 ACCUMULATION = 64
@@ -131,6 +135,36 @@ class RowForm:
     parameters: tuple[Field, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
     gradients: Gradients | None = None
+    absent: tuple[str, ...] = ()
+    """Tensors of the forward that are None: see `under`."""
+
+    def under(self, axes: Axes) -> "RowForm":
+        """Return the form without the tensors that are not there under these constant axes."""
+
+        def kept(fields: tuple[Field, ...]) -> tuple[Field, ...]:
+            return tuple(each for each in fields if each.present(axes))
+
+        def absent(fields: tuple[Field, ...]) -> tuple[str, ...]:
+            return tuple(each.name for each in fields if not each.present(axes))
+
+        gradients = self.gradients
+        if gradients is not None:
+            gradients = replace(
+                gradients,
+                given=kept(gradients.given),
+                rows=kept(gradients.rows),
+                parameters=kept(gradients.parameters),
+                absent=gradients.absent
+                + absent((*gradients.given, *gradients.rows, *gradients.parameters)),
+            )
+        return replace(
+            self,
+            inputs=kept(self.inputs),
+            outputs=kept(self.outputs),
+            parameters=kept(self.parameters),
+            gradients=gradients,
+            absent=self.absent + absent((*self.inputs, *self.parameters, *self.outputs)),
+        )
 
     @property
     def entry_points(self) -> tuple[str, ...]:
@@ -151,6 +185,9 @@ class RowForm:
         if len(shape.lengths) > MOST_REQUESTS or max(shape.lengths, default=0) > MOST_POSITIONS:
             raise ValueError(f"at most {MOST_REQUESTS} requests of {MOST_POSITIONS} positions")
         axes, total = dict(shape.constant_axes), sum(shape.rows)
+        return self.under(axes)._draw(shape, rng, axes, total)
+
+    def _draw(self, shape: ProblemShape, rng: np.random.Generator, axes: Axes, total: int) -> Problem:
         fields = self.inputs
         if self.gradients is not None and shape.rows == shape.lengths:
             fields += self.gradients.given
@@ -209,9 +246,10 @@ class RowForm:
         """
         _check(problem.shape, layout)
         rng = np.random.default_rng(layout.poison_seed)
+        form = self.under(dict(problem.shape.constant_axes))
         if layout.regime == "backward":
-            return self._lower_backward(problem, layout)
-        return self._lower_forward(problem, layout, rng)
+            return form._lower_backward(problem, layout)
+        return form._lower_forward(problem, layout, rng)
 
     def _lower_forward(self, problem: Problem, layout: Layout, rng: np.random.Generator) -> Program:
         axes, dtype, padding = dict(problem.shape.constant_axes), problem.shape.dtype, layout.padding
@@ -249,6 +287,7 @@ class RowForm:
             **{each.name: View(each.name) for each in self.parameters},
             **self.scalars,
             **{each.name: View(each.name, start, stop) for each in self.outputs},
+            **dict.fromkeys(self.absent),
         }
 
     def _lower_backward(self, problem: Problem, layout: Layout) -> Program:
@@ -281,6 +320,7 @@ class RowForm:
                 **self.scalars,
                 **{each.name: View(each.name, at, at + piece) for each in gradients.rows},
                 **{each.name: View(each.name) for each in gradients.parameters},
+                **dict.fromkeys((*self.absent, *gradients.absent)),
             }
             if gradients.parameters:
                 arguments["accumulate"] = int(at > 0)
@@ -321,6 +361,18 @@ class RowForm:
         their gradients are stored as often as the pool has room for. Peers get the arguments of the entry
         point that it reads.
         """
+        form = self.under(_integers(workload))
+        return form._timed(workload, rng, variants, pool_bytes, contiguous, dtype)
+
+    def _timed(
+        self,
+        workload: Workload,
+        rng: np.random.Generator,
+        variants: int,
+        pool_bytes: int,
+        contiguous: bool,
+        dtype: str,
+    ) -> Program:
         axes, tokens = _integers(workload), _tokens(workload)
         backward = workload.phase == "backward"
         gradients = self.gradients
@@ -351,8 +403,9 @@ class RowForm:
                 rows = each.shape(axes)[0] if each in self.parameters else tokens
                 at = i % places[each.name] * rows
                 arguments[each.name] = View(each.name, at, at + rows)
-            arguments |= self.scalars
+            arguments |= self.scalars | dict.fromkeys(self.absent)
             if not contiguous:
+                arguments |= dict.fromkeys(gradients.absent if gradients and backward else ())
                 arguments |= {e.name: View(e.name, i * tokens, (i + 1) * tokens) for e in written}
                 heights = {e.name: e.shape(axes)[0] for e in summed}
                 turns = {n: i % places[n] for n in heights}
@@ -368,9 +421,10 @@ class RowForm:
     def moved(self, workload: Workload, dtype: str) -> float:
         """Bytes of every tensor of a call that is read or written, each once."""
         axes, tokens = _integers(workload), _tokens(workload)
-        gradients = self.gradients if workload.phase == "backward" else None
-        rows = (*self.inputs, *(gradients.given + gradients.rows if gradients else self.outputs))
-        whole = (*self.parameters, *(gradients.parameters if gradients else ()))
+        form = self.under(axes)
+        gradients = form.gradients if workload.phase == "backward" else None
+        rows = (*form.inputs, *(gradients.given + gradients.rows if gradients else form.outputs))
+        whole = (*form.parameters, *(gradients.parameters if gradients else ()))
         unread = gradients.unread if gradients else ()
 
         def size(each: Field) -> int:

@@ -1,0 +1,1 @@
+"""Linear layers: y = x @ w^T + b and their gradients."""
