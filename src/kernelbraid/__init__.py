@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.moe_experts.api import moe_experts
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
 
@@ -18,6 +19,7 @@ __all__ = [
     "__version__",
     "attention",
     "check_metadata",
+    "moe_experts",
     "paged_attention",
     "rms_norm",
     "write_kv_cache",
@@ -27,6 +29,7 @@ _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
+    "moe_experts": "kernelbraid.ops.moe_experts.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
