@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.moe_experts.api import moe_experts
+    from kernelbraid.ops.moe_router.api import moe_router
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
 
@@ -20,6 +21,7 @@ __all__ = [
     "attention",
     "check_metadata",
     "moe_experts",
+    "moe_router",
     "paged_attention",
     "rms_norm",
     "write_kv_cache",
@@ -30,6 +32,7 @@ _HOMES = {
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "moe_experts": "kernelbraid.ops.moe_experts.api",
+    "moe_router": "kernelbraid.ops.moe_router.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",

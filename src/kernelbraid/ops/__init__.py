@@ -5,6 +5,7 @@ from importlib.resources import files
 from kernelbraid.contract import Source
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.moe_experts.spec import MOE_EXPERTS, MOE_EXPERTS_CUDA
+from kernelbraid.ops.moe_router.spec import MOE_ROUTER, MOE_ROUTER_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
 
@@ -13,6 +14,8 @@ OPERATORS: tuple[Operator, ...] = (
     ATTENTION_CUDA,
     RMS_NORM,
     RMS_NORM_CUDA,
+    MOE_ROUTER,
+    MOE_ROUTER_CUDA,
     MOE_EXPERTS,
     MOE_EXPERTS_CUDA,
 )

@@ -43,6 +43,7 @@ def schedule(axes, knobs):
     return {
         "rows": rows,
         "columns": 128 if large else 64,
+        "gated_columns": 64,
         "depth": knobs["DEPTH"],
         "warps": 8 if large else 4,
         "stages": knobs["STAGES"],
@@ -112,7 +113,7 @@ def differentiate(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_
     projected = torch.zeros(tokens, top_k, dtype=torch.float32, device=x.device)
     padded = triton.next_power_of_2(inside)
     launch(
-        *(differentiate_pairs_kernel, pairs, min(16, max(1, padded // 256))),
+        *(differentiate_pairs_kernel, pairs, min(16, max(1, min(padded, 4096) // 256))),
         *(block, dact, weights, order, starts, dblock, weighted, projected, weights.stride(0)),
         *(count, top_k, inside, padded),
     )
@@ -192,7 +193,7 @@ def multiply(
     count, high, wide = matrices.shape
     depth, columns = (high, wide) if transposed else (wide, high)
     columns = columns // 2 if gated else columns
-    pairs, width = len(order), plan["columns"]
+    pairs, width = len(order), plan["gated_columns" if gated else "columns"]
     tiles = pairs // plan["rows"] + min(count, pairs)
     launch(
         *(product_kernel, tiles * triton.cdiv(columns, width), plan["warps"]),
@@ -378,21 +379,25 @@ def differentiate_pairs_kernel(
         return
     pair = tl.load(ORDER + place)
     share = tl.load(WEIGHTS + (pair // K).to(tl.int64) * sw_t + pair % K)
-    o_i = tl.arange(0, W)
-    m = o_i < I
-    gate = tl.load(BLOCK + place * 2 * I + o_i, mask=m, other=0.0)
-    up = tl.load(BLOCK + place * 2 * I + I + o_i, mask=m, other=0.0)
-    d = tl.load(DACT + place * I + o_i, mask=m, other=0.0)
-    s = sigmoid(gate)
-    silu = gate * s
-    act = canonical(silu * up, DBLOCK.dtype.element_ty).to(tl.float32)
-    projected = paired(tl.reshape(d * act, (1, W)), 1, W)
-    tl.store(DWEIGHTS + pair + tl.arange(0, 1), canonical(projected, tl.float32))
-    v = d * share
-    dgate = v * up * tl.fma(silu, 1.0 - s, s)
-    tl.store(DBLOCK + place * 2 * I + o_i, canonical(dgate, DBLOCK.dtype.element_ty), mask=m)
-    tl.store(DBLOCK + place * 2 * I + I + o_i, canonical(v * silu, DBLOCK.dtype.element_ty), mask=m)
-    tl.store(WEIGHTED + place * I + o_i, canonical(act * share, DBLOCK.dtype.element_ty), mask=m)
+    C: tl.constexpr = W if W < 4096 else 4096
+    o_c = tl.arange(0, W // C)
+    sums = tl.zeros((1, W // C), tl.float32)
+    for c in tl.static_range(W // C):
+        o_i = c * C + tl.arange(0, C)
+        m = o_i < I
+        gate = tl.load(BLOCK + place * 2 * I + o_i, mask=m, other=0.0)
+        up = tl.load(BLOCK + place * 2 * I + I + o_i, mask=m, other=0.0)
+        d = tl.load(DACT + place * I + o_i, mask=m, other=0.0)
+        s = sigmoid(gate)
+        silu = gate * s
+        act = canonical(silu * up, DBLOCK.dtype.element_ty).to(tl.float32)
+        sums = tl.where(o_c[None, :] == c, paired(tl.reshape(d * act, (1, C)), 1, C)[:, None], sums)
+        v = d * share
+        dgate = v * up * tl.fma(silu, 1.0 - s, s)
+        tl.store(DBLOCK + place * 2 * I + o_i, canonical(dgate, DBLOCK.dtype.element_ty), mask=m)
+        tl.store(DBLOCK + place * 2 * I + I + o_i, canonical(v * silu, DBLOCK.dtype.element_ty), mask=m)
+        tl.store(WEIGHTED + place * I + o_i, canonical(act * share, DBLOCK.dtype.element_ty), mask=m)
+    tl.store(DWEIGHTS + pair + tl.arange(0, 1), canonical(paired(sums, 1, W // C), tl.float32))
 
 
 @triton.jit

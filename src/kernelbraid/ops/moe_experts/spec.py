@@ -33,7 +33,7 @@ from kernelbraid.ops.rows import (
 
 AXES = (
     Axis("width", 1, 16384, constant=True, doc="elements of a token's row"),
-    Axis("intermediate", 1, 16384, constant=True, doc="elements of an expert's activation"),
+    Axis("intermediate", 1, 32768, constant=True, doc="elements of an expert's activation"),
     Axis("experts", 1, 512, constant=True, doc="experts whose matrices are given"),
     Axis("top_k", 1, 16, constant=True, doc="slots of a token"),
     TOKENS,
