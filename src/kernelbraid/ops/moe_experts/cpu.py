@@ -153,28 +153,33 @@ tile_1x64, tile_1x16, tile_1x1 = tile(1, 4, 16), tile(1, 1, 16), tile(1, 1, 1)
 @inner
 def chain(a, b, c):
     """c[m, n] = fma(a[m, k], b[k, n], c[m, n]), k ascending; columns of b and c are next to each other."""
-    depth = a.shape[1]
-    if depth == 0:
-        return
-    ar, ac, br, cr = a.strides[0], a.strides[1], b.strides[0], c.strides[0]
-    pa, pb, pc = a.ctypes.data, b.ctypes.data, c.ctypes.data
+    if a.shape[1]:
+        walk_tiles(
+            *(a.ctypes.data, a.strides[0], a.strides[1], b.ctypes.data, b.strides[0]),
+            *(c.ctypes.data, c.strides[0], c.shape[0], c.shape[1], a.shape[1]),
+        )
+
+
+@inner
+def walk_tiles(a, ar, ac, b, br, c, cr, high, wide, depth):
+    """`chain` by addresses and strides in bytes."""
     n = 0
-    while n < c.shape[1]:
-        left = c.shape[1] - n
+    while n < wide:
+        left = wide - n
         width = 64 if left >= 64 else (16 if left >= 16 else 1)
         rows = 8 if width == 16 else 4
-        whole = a.shape[0] // rows * rows
-        bn = pb + 4 * n
+        whole = high // rows * rows
+        bn = b + 4 * n
         for m in range(0, whole, rows):
-            am, cm = pa + m * ar, pc + m * cr + 4 * n
+            am, cm = a + m * ar, c + m * cr + 4 * n
             if width == 64:
                 tile_4x64(am, ar, ac, bn, br, cm, cr, depth)
             elif width == 16:
                 tile_8x16(am, ar, ac, bn, br, cm, cr, depth)
             else:
                 tile_4x1(am, ar, ac, bn, br, cm, cr, depth)
-        for m in range(whole, a.shape[0]):
-            am, cm = pa + m * ar, pc + m * cr + 4 * n
+        for m in range(whole, high):
+            am, cm = a + m * ar, c + m * cr + 4 * n
             if width == 64:
                 tile_1x64(am, ar, ac, bn, br, cm, cr, depth)
             elif width == 16:
