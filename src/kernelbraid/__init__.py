@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.embedding.api import embedding
     from kernelbraid.ops.linear.api import linear
+    from kernelbraid.ops.moe_experts.api import moe_experts
+    from kernelbraid.ops.moe_router.api import moe_router
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.ops.qk_norm.api import qk_norm
@@ -29,6 +31,8 @@ __all__ = [
     "check_metadata",
     "embedding",
     "linear",
+    "moe_experts",
+    "moe_router",
     "paged_attention",
     "qk_norm",
     "rms_norm",
@@ -46,6 +50,8 @@ _HOMES = {
     "check_metadata": "kernelbraid.ops.attention.api",
     "embedding": "kernelbraid.ops.embedding.api",
     "linear": "kernelbraid.ops.linear.api",
+    "moe_experts": "kernelbraid.ops.moe_experts.api",
+    "moe_router": "kernelbraid.ops.moe_router.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",

@@ -8,6 +8,7 @@ from kernelbraid import ops
 OPERATORS = ("rms_norm", "swiglu", "embedding")
 OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope")
 OPERATORS = ("rms_norm", "linear")
+OPERATORS = ("rms_norm", "moe_router", "moe_experts")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

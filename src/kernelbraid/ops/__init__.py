@@ -7,6 +7,8 @@ from kernelbraid.ops.add_rms_norm.spec import ADD_RMS_NORM, ADD_RMS_NORM_CUDA
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.embedding.spec import EMBEDDING, EMBEDDING_CUDA
 from kernelbraid.ops.linear.spec import LINEAR, LINEAR_CUDA
+from kernelbraid.ops.moe_experts.spec import MOE_EXPERTS, MOE_EXPERTS_CUDA
+from kernelbraid.ops.moe_router.spec import MOE_ROUTER, MOE_ROUTER_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
@@ -31,6 +33,11 @@ OPERATORS: tuple[Operator, ...] = (
     *(ROPE, ROPE_CUDA),
 )
 OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA, RMS_NORM, RMS_NORM_CUDA, LINEAR, LINEAR_CUDA)
+    MOE_ROUTER,
+    MOE_ROUTER_CUDA,
+    MOE_EXPERTS,
+    MOE_EXPERTS_CUDA,
+)
 """One entry an operator and backend."""
 
 

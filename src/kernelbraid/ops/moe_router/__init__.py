@@ -1,0 +1,1 @@
+"""Router of a mixture of experts: each token's best experts and their weights."""
