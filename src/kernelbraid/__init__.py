@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
+    from kernelbraid.ops.logprob.api import head_logits, logprob, logprob_of_logits, next_token_logprobs
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.search.study import Study
 
@@ -18,6 +19,10 @@ __all__ = [
     "__version__",
     "attention",
     "check_metadata",
+    "head_logits",
+    "logprob",
+    "logprob_of_logits",
+    "next_token_logprobs",
     "paged_attention",
     "rms_norm",
     "write_kv_cache",
@@ -27,6 +32,10 @@ _HOMES = {
     "Study": "kernelbraid.search.study",
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
+    "head_logits": "kernelbraid.ops.logprob.api",
+    "logprob": "kernelbraid.ops.logprob.api",
+    "logprob_of_logits": "kernelbraid.ops.logprob.api",
+    "next_token_logprobs": "kernelbraid.ops.logprob.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",

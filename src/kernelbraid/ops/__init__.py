@@ -4,10 +4,18 @@ from importlib.resources import files
 
 from kernelbraid.contract import Source
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
+from kernelbraid.ops.logprob.spec import LOGPROB, LOGPROB_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
 
-OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA, RMS_NORM, RMS_NORM_CUDA)
+OPERATORS: tuple[Operator, ...] = (
+    ATTENTION,
+    ATTENTION_CUDA,
+    RMS_NORM,
+    RMS_NORM_CUDA,
+    LOGPROB,
+    LOGPROB_CUDA,
+)
 """One entry an operator and backend."""
 
 
