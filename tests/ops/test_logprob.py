@@ -59,7 +59,9 @@ def test_rollout_and_update_agree():
     x, weight, targets = inputs()
     update = logprob(x, weight, targets, temperature=0.9, return_entropy=True, return_lse=True)
     logits = head_logits(x, weight)
-    assert same(update, logprob_of_logits(logits, targets, temperature=0.9, return_entropy=True, return_lse=True))
+    assert same(
+        update, logprob_of_logits(logits, targets, temperature=0.9, return_entropy=True, return_lse=True)
+    )
     for t in range(TOKENS):
         row = slice(t, t + 1)
         assert same([update[0][row]], [next_token_logprobs(x[row], weight, targets[row], temperature=0.9)])
@@ -83,7 +85,9 @@ def test_a_token_that_does_not_count():
 def test_any_leading_shape_stride_and_index(dtype):
     x, weight, targets = inputs(24)
     out = logprob(x, weight, targets)
-    assert same([logprob(x.view(2, 3, 4, WIDTH), weight, targets.view(2, 3, 4).to(dtype))], [out.view(2, 3, 4)])
+    assert same(
+        [logprob(x.view(2, 3, 4, WIDTH), weight, targets.view(2, 3, 4).to(dtype))], [out.view(2, 3, 4)]
+    )
     wide = torch.full((24, 2 * WIDTH), torch.nan)
     wide[:, :WIDTH] = x
     tall = torch.full((VOCABULARY, WIDTH + 3), torch.nan)

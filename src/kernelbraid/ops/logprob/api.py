@@ -76,9 +76,7 @@ def logprob(
     return _chosen(found, targets, return_entropy, return_lse)
 
 
-def next_token_logprobs(
-    x: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float = 1.0
-) -> Tensor:
+def next_token_logprobs(x: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Log-probability of each row's next token, as rollout records it: `logprob` without gradients.
 
     Args:

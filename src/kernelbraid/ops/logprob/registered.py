@@ -96,9 +96,7 @@ def compute(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> t
 
 def _outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A tensor each, as operators must return."""
-    logprob, entropy, lse = (
-        torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(3)
-    )
+    logprob, entropy, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(3))
     return logprob, entropy, lse
 
 
@@ -142,9 +140,7 @@ def differentiate(
     return [g for g in (dx, None if dweight is None else dweight.to(weight.dtype)) if g is not None]
 
 
-def compute_of_logits(
-    logits: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def compute_of_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """The same of logits in memory; see `api.logprob_of_logits`."""
     contract = contract_of("logprob", "logits", logits)
     dtypes = LOGIT_DTYPES if logits.is_cuda else (torch.float32,)
@@ -173,9 +169,7 @@ def compute_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("kernelbraid::logprob", mutates_args=())
-def logprob(
-    x: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def logprob(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     return compute(x, weight, targets, temperature)
 
 

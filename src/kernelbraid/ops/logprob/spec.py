@@ -80,7 +80,10 @@ FORM = RowForm(
 
 SPECIAL_VALUES = (
     ("temperature", "positive and finite; logits are multiplied by float32(1 / temperature)"),
-    ("targets", "one outside of the vocabulary: log-probability 0, no gradient of it; entropy and lse are kept"),
+    (
+        "targets",
+        "one outside of the vocabulary: log-probability 0, no gradient of it; entropy and lse are kept",
+    ),
     ("logits of -inf", "weight 0, no gradient, nothing to the entropy; all of them: lse -inf, the rest NaN"),
     ("logits of +inf and NaN", "lse, entropy and log-probability of their row are NaN"),
     ("denormals", "kept, in inputs and results; weights below 2^-125 count as 0"),
@@ -167,7 +170,9 @@ CUDA_CONTRACT = Contract(
     rounding_points=(
         RoundingPoint("logits", "none: the float32 accumulator of the matrix unit, not rounded to 16 bits"),
         RoundingPoint("every elementary operation", "float32, to nearest even"),
-        RoundingPoint("gradients of logits", "float32 to the compute dtype, once, as operands of dx and dweight"),
+        RoundingPoint(
+            "gradients of logits", "float32 to the compute dtype, once, as operands of dx and dweight"
+        ),
         RoundingPoint("store of dx", "float32 to the compute dtype, once"),
         RoundingPoint("store of dweight", "float32 already: no further rounding"),
     ),
