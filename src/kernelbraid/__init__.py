@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.logprob.api import head_logits, logprob, logprob_of_logits, next_token_logprobs
     from kernelbraid.ops.rms_norm.api import rms_norm
+    from kernelbraid.ops.sample.api import sample
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "next_token_logprobs",
     "paged_attention",
     "rms_norm",
+    "sample",
     "write_kv_cache",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "next_token_logprobs": "kernelbraid.ops.logprob.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
+    "sample": "kernelbraid.ops.sample.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

@@ -59,7 +59,10 @@ class LocalRunner:
 
 
 def poisoned(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    """An array of NaNs with random payloads (every byte pattern of a float starts 0x7fc or 0xffc)."""
+    """An array of NaNs with random payloads (every byte pattern of a float starts 0x7fc or 0xffc), or of any
+    integers."""
+    if dtype == "int32":
+        return rng.integers(-(2**31), 2**31, shape, np.int32)
     assert dtype == "float32", dtype
     bits = rng.integers(1, 1 << 22, shape, np.uint32) | np.uint32(0x7FC00000)
     return bits.view(np.float32)

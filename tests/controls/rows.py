@@ -5,7 +5,7 @@ from importlib import import_module
 
 from kernelbraid import ops
 
-OPERATORS = ("rms_norm", "logprob")
+OPERATORS = ("rms_norm", "logprob", "sample")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

@@ -7,6 +7,7 @@ from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.logprob.spec import LOGPROB, LOGPROB_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
+from kernelbraid.ops.sample.spec import SAMPLE, SAMPLE_CUDA
 
 OPERATORS: tuple[Operator, ...] = (
     ATTENTION,
@@ -15,6 +16,8 @@ OPERATORS: tuple[Operator, ...] = (
     RMS_NORM_CUDA,
     LOGPROB,
     LOGPROB_CUDA,
+    SAMPLE,
+    SAMPLE_CUDA,
 )
 """One entry an operator and backend."""
 

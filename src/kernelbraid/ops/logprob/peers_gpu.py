@@ -18,7 +18,7 @@ def torch_logprob_backward(
 ) -> Any:
     """Gradients by torch's autograd, whose forward is part of what they need; none of the entropies."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
-    return torch.autograd.grad(_logprob(*leaves, targets, temperature)[:, 0], leaves, dlogprob)
+    return torch.autograd.grad(_logprob(leaves[0], leaves[1], targets, temperature)[:, 0], leaves, dlogprob)
 
 
 def liger_logprob(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Any:
