@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.embedding.api import embedding
     from kernelbraid.ops.linear.api import linear
+    from kernelbraid.ops.logprob.api import head_logits, logprob, logprob_of_logits, next_token_logprobs
     from kernelbraid.ops.moe_experts.api import moe_experts
     from kernelbraid.ops.moe_router.api import moe_router
-    from kernelbraid.ops.rms_norm.api import rms_norm
-    from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.ops.qk_norm.api import qk_norm
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.rope.api import Llama3Scaling, rope, rope_tables
+    from kernelbraid.ops.sample.api import sample
+    from kernelbraid.ops.swiglu.api import swiglu
     from kernelbraid.search.study import Study
 
 __version__ = "0.1.0"
@@ -30,15 +31,20 @@ __all__ = [
     "attention",
     "check_metadata",
     "embedding",
+    "head_logits",
     "linear",
+    "logprob",
+    "logprob_of_logits",
     "moe_experts",
     "moe_router",
+    "next_token_logprobs",
     "paged_attention",
     "qk_norm",
     "rms_norm",
-    "swiglu",
     "rope",
     "rope_tables",
+    "sample",
+    "swiglu",
     "write_kv_cache",
 ]
 
@@ -49,15 +55,20 @@ _HOMES = {
     "attention": "kernelbraid.ops.attention.api",
     "check_metadata": "kernelbraid.ops.attention.api",
     "embedding": "kernelbraid.ops.embedding.api",
+    "head_logits": "kernelbraid.ops.logprob.api",
     "linear": "kernelbraid.ops.linear.api",
+    "logprob": "kernelbraid.ops.logprob.api",
+    "logprob_of_logits": "kernelbraid.ops.logprob.api",
     "moe_experts": "kernelbraid.ops.moe_experts.api",
     "moe_router": "kernelbraid.ops.moe_router.api",
+    "next_token_logprobs": "kernelbraid.ops.logprob.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
-    "swiglu": "kernelbraid.ops.swiglu.api",
     "rope": "kernelbraid.ops.rope.api",
     "rope_tables": "kernelbraid.ops.rope.api",
+    "sample": "kernelbraid.ops.sample.api",
+    "swiglu": "kernelbraid.ops.swiglu.api",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

@@ -5,10 +5,19 @@ from importlib import import_module
 
 from kernelbraid import ops
 
-OPERATORS = ("rms_norm", "swiglu", "embedding")
-OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope")
-OPERATORS = ("rms_norm", "linear")
-OPERATORS = ("rms_norm", "moe_router", "moe_experts")
+OPERATORS = (
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "qk_norm",
+    "rope",
+    "swiglu",
+    "embedding",
+    "moe_router",
+    "moe_experts",
+    "logprob",
+    "sample",
+)
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

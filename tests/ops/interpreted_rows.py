@@ -52,7 +52,9 @@ def unequal(left, right):
 def distances(exact, rows):
     found = {}
     for quantity in sorted({name for name, _ in rows}):
-        pairs = [(exact[key].ravel(), rows[key].double().numpy().ravel()) for key in rows if key[0] == quantity]
+        pairs = [
+            (exact[key].ravel(), rows[key].double().numpy().ravel()) for key in rows if key[0] == quantity
+        ]
         right, mine = (np.concatenate(each) for each in zip(*pairs, strict=True))
         found[quantity] = float(np.linalg.norm(mine - right) / np.linalg.norm(right))
     return found

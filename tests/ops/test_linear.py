@@ -212,7 +212,9 @@ def test_weight_grad_is_refused_where_no_eager_backward_adds_to_it():
     total = torch.zeros(OUT, IN)
     torch.compiler.reset()
     with pytest.raises(Exception, match="weight_grad must be None under torch.compile"):
-        torch.compile(lambda x: linear(x, weight, bias, weight_grad=total), fullgraph=True, backend="eager")(x)
+        torch.compile(lambda x: linear(x, weight, bias, weight_grad=total), fullgraph=True, backend="eager")(
+            x
+        )
     with pytest.raises(ValueError, match="weight_grad must be None under torch.compile, transforms"):
         torch.func.grad(lambda x: linear(x, weight, bias, weight_grad=total).sum())(x)
     with pytest.raises(RuntimeError, match="create_graph=True"):

@@ -7,36 +7,29 @@ from kernelbraid.ops.add_rms_norm.spec import ADD_RMS_NORM, ADD_RMS_NORM_CUDA
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.embedding.spec import EMBEDDING, EMBEDDING_CUDA
 from kernelbraid.ops.linear.spec import LINEAR, LINEAR_CUDA
+from kernelbraid.ops.logprob.spec import LOGPROB, LOGPROB_CUDA
 from kernelbraid.ops.moe_experts.spec import MOE_EXPERTS, MOE_EXPERTS_CUDA
 from kernelbraid.ops.moe_router.spec import MOE_ROUTER, MOE_ROUTER_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
+from kernelbraid.ops.rope.spec import ROPE, ROPE_CUDA
+from kernelbraid.ops.sample.spec import SAMPLE, SAMPLE_CUDA
 from kernelbraid.ops.swiglu.spec import SWIGLU, SWIGLU_CUDA
 
 OPERATORS: tuple[Operator, ...] = (
-    ATTENTION,
-    ATTENTION_CUDA,
-    RMS_NORM,
-    RMS_NORM_CUDA,
-    SWIGLU,
-    SWIGLU_CUDA,
-    EMBEDDING,
-    EMBEDDING_CUDA,
-from kernelbraid.ops.rope.spec import ROPE, ROPE_CUDA
-
-OPERATORS: tuple[Operator, ...] = (
     *(ATTENTION, ATTENTION_CUDA),
+    *(LINEAR, LINEAR_CUDA),
     *(RMS_NORM, RMS_NORM_CUDA),
     *(ADD_RMS_NORM, ADD_RMS_NORM_CUDA),
     *(QK_NORM, QK_NORM_CUDA),
     *(ROPE, ROPE_CUDA),
-)
-OPERATORS: tuple[Operator, ...] = (ATTENTION, ATTENTION_CUDA, RMS_NORM, RMS_NORM_CUDA, LINEAR, LINEAR_CUDA)
-    MOE_ROUTER,
-    MOE_ROUTER_CUDA,
-    MOE_EXPERTS,
-    MOE_EXPERTS_CUDA,
+    *(SWIGLU, SWIGLU_CUDA),
+    *(EMBEDDING, EMBEDDING_CUDA),
+    *(MOE_ROUTER, MOE_ROUTER_CUDA),
+    *(MOE_EXPERTS, MOE_EXPERTS_CUDA),
+    *(LOGPROB, LOGPROB_CUDA),
+    *(SAMPLE, SAMPLE_CUDA),
 )
 """One entry an operator and backend."""
 

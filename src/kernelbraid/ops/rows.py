@@ -154,8 +154,7 @@ class RowForm:
                 given=kept(gradients.given),
                 rows=kept(gradients.rows),
                 parameters=kept(gradients.parameters),
-                absent=gradients.absent
-                + absent((*gradients.given, *gradients.rows, *gradients.parameters)),
+                absent=gradients.absent + absent((*gradients.given, *gradients.rows, *gradients.parameters)),
             )
         return replace(
             self,

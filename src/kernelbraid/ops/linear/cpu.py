@@ -305,7 +305,9 @@ def pack_rows(b, column, width, start, depth, table, packed):
 def pack_columns(b, column, width, start, depth, packed):
     """packed[j, n] = b[start + j, column + n]; columns beyond `width` are 0."""
     if width == COLUMNS:
-        emit_pack_columns((address(b) + start * b.strides[0] + 4 * column, b.strides[0], depth, address(packed)))
+        emit_pack_columns(
+            (address(b) + start * b.strides[0] + 4 * column, b.strides[0], depth, address(packed))
+        )
         return
     for j in range(depth):
         for n in range(width):

@@ -81,9 +81,7 @@ def compute(x, weights, experts, gate_up, down, out):
     combine(y, weights, experts, out, count)
 
 
-def moe_experts_backward(
-    x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate
-):
+def moe_experts_backward(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate):
     """Write the gradients; one that is None is left out. dgate_up and ddown are added to if `accumulate`."""
     if not len(x) and not accumulate:
         for each in (dgate_up, ddown):
@@ -187,7 +185,18 @@ def grouped(experts, order, count):
 
 
 def multiply(
-    plan, rows, order, starts, matrices, out, top_k, *, gather=False, scatter=False, gated=False, transposed=False
+    plan,
+    rows,
+    order,
+    starts,
+    matrices,
+    out,
+    top_k,
+    *,
+    gather=False,
+    scatter=False,
+    gated=False,
+    transposed=False,
 ):
     """out = rows @ matrices[e]^T, or without transposing; rows and out by place, token (gather), pair (scatter)."""
     count, high, wide = matrices.shape
@@ -277,7 +286,9 @@ def rank_kernel(EXPERTS, ORDER, STARTS, pairs, se_t, COUNT: tl.constexpr, K: tl.
     for first in range(0, pairs, 64):
         q = first + tl.arange(0, 64)
         other = expert_of(EXPERTS, q, q < pairs, se_t, COUNT, K)
-        before = (other[None, :] < key[:, None]) | ((other[None, :] == key[:, None]) & (q[None, :] < tie[:, None]))
+        before = (other[None, :] < key[:, None]) | (
+            (other[None, :] == key[:, None]) & (q[None, :] < tie[:, None])
+        )
         rank += tl.sum((before & (q < pairs)[None, :]).to(tl.int32), 1)
     tl.store(ORDER + rank, p, mask=is_pair)
     tl.store(STARTS + (p - pairs), rank, mask=(p >= pairs) & (p - pairs <= COUNT))
@@ -410,7 +421,11 @@ def add_products_kernel(
     across: tl.constexpr = (WIDE + B - 1) // B
     tiles: tl.constexpr = (HIGH + B - 1) // B * across
     e, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    o_m, o_n, o_k = tile // across * B + tl.arange(0, B), tile % across * B + tl.arange(0, B), tl.arange(0, BK)
+    o_m, o_n, o_k = (
+        tile // across * B + tl.arange(0, B),
+        tile % across * B + tl.arange(0, B),
+        tl.arange(0, BK),
+    )
     m_m, m_n = o_m < HIGH, o_n < WIDE
     p_out = OUT + (e.to(tl.int64) * HIGH + o_m[:, None]) * WIDE + o_n[None, :]
     m_out = m_m[:, None] & m_n[None, :]

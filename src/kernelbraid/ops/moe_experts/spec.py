@@ -222,7 +222,9 @@ CUDA_CONTRACT = Contract(
         ElementaryOperation("divide", "div.rn.f32"),
         ElementaryOperation("exp2", "ex2.approx.ftz.f32"),
         ElementaryOperation("sigmoid", "1 / (1 + exp2(-x * float32(log2 e)))"),
-        ElementaryOperation("chain", "the matrix unit: groups of 16 along K ascending, float32 sums, from +0"),
+        ElementaryOperation(
+            "chain", "the matrix unit: groups of 16 along K ascending, float32 sums, from +0"
+        ),
     ),
     reduction_orders=(
         ("gate, up", "chain along the width"),
@@ -248,7 +250,9 @@ CUDA_CONTRACT = Contract(
         ),
     ),
     special_values=SPECIAL_VALUES,
-    knobs=(Knob("token_block", (16, 32, 64), 64, "tokens whose pairs share groups of 16 in dgate_up, ddown"),),
+    knobs=(
+        Knob("token_block", (16, 32, 64), 64, "tokens whose pairs share groups of 16 in dgate_up, ddown"),
+    ),
     relations=relations(gradients=True, graph=True),
     accuracy=(
         AccuracyBound("out", factor=1.0, floor=5e-3, regimes=FORWARD),
@@ -314,7 +318,12 @@ CUDA_GRIDS = {
 }
 SCOPES = tuple(
     {"width": width, "intermediate": intermediate, "experts": experts, "top_k": top_k}
-    for width, intermediate, experts, top_k in ((1, 1, 1, 1), (33, 20, 5, 5), (64, 96, 1, 2), (128, 64, 60, 4))
+    for width, intermediate, experts, top_k in (
+        (1, 1, 1, 1),
+        (33, 20, 5, 5),
+        (64, 96, 1, 2),
+        (128, 64, 60, 4),
+    )
 )
 
 

@@ -154,9 +154,7 @@ def route(logits, by_sigmoid, renormalize, weights, experts, start, stop, probe)
 
 
 @entry
-def differentiate(
-    logits, weights, experts, dweights, by_sigmoid, renormalize, dlogits, start, stop, probe
-):
+def differentiate(logits, weights, experts, dweights, by_sigmoid, renormalize, dlogits, start, stop, probe):
     lanes, powers = np.empty(LANES, np.float32), np.empty(logits.shape[1], np.float32)
     for t in range(start, stop):
         x, w, d, chosen = logits[t], weights[t], dweights[t], experts[t]

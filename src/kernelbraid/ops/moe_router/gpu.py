@@ -160,7 +160,11 @@ def moe_router_backward_kernel(
     x = tl.load(LOGITS + o_t[:, None] * sx_t + o_j[None, :], mask=m_t[:, None] & m_j[None, :], other=0.0)
     x = x.to(tl.float32)
     projected = tl.zeros((R,), tl.float32)
-    given, weight, taken = tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.int1)
+    given, weight, taken = (
+        tl.zeros((R, W), tl.float32),
+        tl.zeros((R, W), tl.float32),
+        tl.zeros((R, W), tl.int1),
+    )
     for s in tl.static_range(K):
         w = tl.load(WEIGHTS + o_t * sw_t + s, mask=m_t, other=0.0)
         d = tl.load(DWEIGHTS + o_t * sd_t + s, mask=m_t, other=0.0)
@@ -178,7 +182,9 @@ def moe_router_backward_kernel(
     elif RENORMALIZE:
         g = tl.where(taken, weight * g, 0.0)
     else:
-        largest = tl.load(LOGITS + o_t * sx_t + first, mask=m_t & (first >= 0) & (first < COUNT), other=0.0).to(tl.float32)
+        largest = tl.load(
+            LOGITS + o_t * sx_t + first, mask=m_t & (first >= 0) & (first < COUNT), other=0.0
+        ).to(tl.float32)
         powers = tl.where(m_j[None, :], tl.exp2((x - largest[:, None]) * LOG2E), 0.0)
         g = tl.div_rn(powers, tl.broadcast_to(paired(powers, R, W)[:, None], (R, W))) * g
     out = canonical(g, DLOGITS.dtype.element_ty)

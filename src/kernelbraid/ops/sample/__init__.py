@@ -1,0 +1,1 @@
+"""Next tokens drawn from logits with random numbers of their own: a token never depends on its batch."""
