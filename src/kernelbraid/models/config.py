@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's scaling of low frequencies."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+from kernelbraid.ops.rope.tables import Llama3Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +29,7 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Llama3Scaling | None = None
     eps: float = 1e-6
     max_positions: int = 32768
     qkv_bias: bool = False
@@ -97,13 +89,13 @@ def from_hugging_face(config: Any) -> ModelConfig:
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(rope: Mapping[str, Any]) -> Llama3Scaling | None:
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type must be default or llama3, got {kind!r}")
-    return RopeScaling(
+    return Llama3Scaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
@@ -119,7 +111,7 @@ def _experts(config: Any) -> Experts:
     )
 
 
-_LLAMA3 = RopeScaling(32.0, 1.0, 4.0, 8192)
+_LLAMA3 = Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 NAMED: Mapping[str, ModelConfig] = {
     "SmolLM2-135M": ModelConfig(

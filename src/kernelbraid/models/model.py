@@ -20,8 +20,7 @@ from kernelbraid.models.layer import (
 )
 from kernelbraid.ops.add_rms_norm.api import add_rms_norm
 from kernelbraid.ops.embedding.api import embedding
-from kernelbraid.ops.linear.api import linear
-from kernelbraid.ops.logprob.api import logprob
+from kernelbraid.ops.logprob.api import head_logits, logprob
 from kernelbraid.ops.rope.tables import rope_tables
 
 
@@ -104,9 +103,11 @@ class Decoder:
         return normed
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probability of one token id after each row, [T] float32."""
-        return logprob(hidden, self.weights.head, targets, temperature=temperature)
+        """Log-probability of one token id after each row, [T] float32. Differentiable."""
+        found = logprob(hidden, self.weights.head, targets, temperature=temperature)
+        assert isinstance(found, Tensor)
+        return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token id, [T, vocab]."""
-        return linear(hidden, self.weights.head)
+        """Scores of every token id to sample from, [T, vocab] float32: those of `logprobs`."""
+        return head_logits(hidden, self.weights.head)

@@ -15,6 +15,8 @@ from kernelbraid.models.config import ModelConfig
 from kernelbraid.models.layer import Paged
 from kernelbraid.models.load import drawn
 from kernelbraid.models.model import Cache, Decoder
+from kernelbraid.ops.logprob.api import logprob_of_logits
+from kernelbraid.ops.sample.api import sample
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -97,7 +99,9 @@ def roll_out(
         )
         found = model.rollout(ids, cache, batch)
         scores = model.logprobs(found, after)
-        for b, (rows, values) in enumerate(zip(found.split(new), scores.split(new), strict=True)):
+        for b, (rows, values) in enumerate(
+            zip(torch.split(found, new), torch.split(scores, new), strict=True)
+        ):
             hidden[b].append(rows)
             logprobs[b].append(values)
     return Rollout(tuple(map(torch.cat, hidden)), tuple(map(torch.cat, logprobs)))
@@ -122,7 +126,75 @@ def update(model: Decoder, sequences: Sequence[Tensor]) -> Rollout:
     ids = torch.cat(list(sequences))
     hidden = model.hidden(ids, cu, max(lengths))
     after = torch.cat([_following(each, 0, len(each)) for each in sequences])
-    return Rollout(hidden.split(lengths), model.logprobs(hidden, after).split(lengths))
+    scores = model.logprobs(hidden, after)
+    return Rollout(tuple(torch.split(hidden, lengths)), tuple(torch.split(scores, lengths)))
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Completions with the log-probabilities that were recorded as their tokens were drawn."""
+
+    sequences: tuple[Tensor, ...]
+    """Prompt and completion of each request, token ids."""
+    logprobs: tuple[Tensor, ...]
+    """Of the completion's tokens."""
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Tensor],
+    tokens: int,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    page_size: int = 16,
+) -> Generated:
+    """Draw `tokens` tokens after each prompt, all requests in one batch of the paged cache.
+
+    Token t of request b comes from the random numbers of (seed, b, its position), whoever is beside it.
+    """
+    device = model.weights.norm.device
+    lengths = [len(prompt) for prompt in prompts]
+    pages = Pages([n + tokens for n in lengths], page_size, seed + 1, device)
+    cache = Cache.empty(model.config, pages.count, page_size, model.weights.norm)
+    requests = torch.arange(len(prompts), dtype=torch.int32, device=device)
+    held = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *_sums(lengths)], dtype=torch.int32, device=device)
+    ids, longest = torch.cat(list(prompts)), max(lengths)
+    hidden = model.rollout(ids, cache, Paged(pages.table, starts, held, longest, longest))
+    hidden = hidden[(starts[1:] - 1).long()]
+    drawn_tokens, recorded = [], []
+    singles = torch.arange(len(prompts) + 1, dtype=torch.int32, device=device)
+    for t in range(tokens):
+        logits = model.logits(hidden)
+        chosen = sample(logits, seeds=seed, samples=requests, positions=held, temperature=temperature)
+        scores = logprob_of_logits(logits, chosen, temperature=temperature)
+        assert isinstance(scores, Tensor)
+        drawn_tokens.append(chosen)
+        recorded.append(scores)
+        if t + 1 < tokens:
+            held = held + 1
+            hidden = model.rollout(chosen, cache, Paged(pages.table, singles, held, 1, longest + t + 1))
+    completions, scores = torch.stack(drawn_tokens, 1), torch.stack(recorded, 1)
+    sequences = [torch.cat([prompt, row]) for prompt, row in zip(prompts, completions, strict=True)]
+    return Generated(tuple(sequences), tuple(scores))
+
+
+def check_generation(
+    model: Decoder, prompts: Sequence[Tensor], tokens: int, *, seed: int = 0, temperature: float = 1.0
+) -> Finding:
+    """Compare recorded log-probabilities of a rollout with those of the update's packed forward, as bits."""
+    with torch.no_grad():
+        rollout = generate(model, prompts, tokens, seed=seed, temperature=temperature)
+        lengths = [len(ids) - 1 for ids in rollout.sequences]
+        cu = torch.tensor([0, *_sums(lengths)], dtype=torch.int32, device=model.weights.norm.device)
+        hidden = model.hidden(torch.cat([ids[:-1] for ids in rollout.sequences]), cu, max(lengths))
+        after = torch.cat([ids[1:] for ids in rollout.sequences])
+        scores = torch.split(model.logprobs(hidden, after, temperature), lengths)
+    updated = tuple(each[-tokens:] for each in scores)
+    none = tuple(each[:0] for each in scores)
+    relation = f"recorded_logprobs_equal_update ({tokens} tokens a request)"
+    return compare(relation, Rollout(none, rollout.logprobs), Rollout(none, updated))
 
 
 def compare(relation: str, one: Rollout, other: Rollout) -> Finding:
@@ -152,7 +224,8 @@ def sequences_of(config: ModelConfig, lengths: Sequence[int], seed: int, device:
 def cut(rows: int, rng: random.Random) -> list[int]:
     """A random partition of a prompt, single tokens at its end."""
     single = min(rows, rng.randint(1, 12))
-    left, pieces = rows - single, []
+    left = rows - single
+    pieces: list[int] = []
     while left:
         pieces.append(rng.randint(1, left) if len(pieces) < 5 else left)
         left -= pieces[-1]
