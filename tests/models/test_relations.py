@@ -1,4 +1,4 @@
-"""Layers and whole models: token by token, in pieces and packed, the same bits; and what breaks them is seen."""
+"""Layers and whole models: token by token, in pieces and packed, the same bits; what breaks them is seen."""
 
 from dataclasses import replace
 
