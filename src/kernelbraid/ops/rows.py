@@ -224,8 +224,10 @@ class RowForm:
         numbers = normal(rng, size)
         parameter = any(each is other for other in self.parameters)
         shape_numbers(shape.kind, dtype, rng, numbers, parameter)
-        factor = np.float32(each.scale(axes))
-        return (numbers * factor + np.float32(each.offset)).astype(dtype)
+        numbers *= np.float32(each.scale(axes))
+        if each.offset:  # adding 0 would make +0 of every -0
+            numbers += np.float32(each.offset)
+        return numbers.astype(dtype)
 
     # ---- Calls.
 

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llvmlite import ir
-from numba import boolean, carray, float32, int64, njit, types
+from numba import boolean, float32, int64, njit, types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
-THREAD_COST = 1048576
+THREAD_COST = 262144
 
 KNOBS = {
     "THREAD_COST": ("schedule", (262144, 1048576, 4194304, 16777216)),

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llvmlite import ir
-from numba import boolean, carray, float32, int32, int64, njit, types
+from numba import boolean, float32, int32, int64, njit, types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 EXP2_DEGREE = 6
 THREAD_COST = 131072

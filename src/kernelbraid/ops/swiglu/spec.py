@@ -58,7 +58,7 @@ FORM = RowForm(
 
 SPECIAL_VALUES = (
     ("signed zeros", "a zero keeps the sign that the divisions and products give it"),
-    ("gate far below 0", "exp is +inf from about 88.4 on, and gate / inf = -0"),
+    ("gate far below 0", "exp is +inf below about -88.4 (CPU) or -88.7 (GPU), and gate / inf = -0"),
     ("gate = -inf", "-inf / inf: NaN, as in torch"),
     ("gate far above 0", "1 + exp(-gate) is 1, and the activation is the gate"),
     ("denormals", "kept, in inputs and results; on the CPU a thread that flushes them is an error"),
