@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.qk_norm.api import qk_norm
+    from kernelbraid.ops.qk_norm_rope_cache.api import qk_norm_rope_cache
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.rope.api import Llama3Scaling, rope, rope_tables
     from kernelbraid.search.study import Study
@@ -25,6 +26,7 @@ __all__ = [
     "check_metadata",
     "paged_attention",
     "qk_norm",
+    "qk_norm_rope_cache",
     "rms_norm",
     "rope",
     "rope_tables",
@@ -39,6 +41,7 @@ _HOMES = {
     "check_metadata": "kernelbraid.ops.attention.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
+    "qk_norm_rope_cache": "kernelbraid.ops.qk_norm_rope_cache.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "rope": "kernelbraid.ops.rope.api",
     "rope_tables": "kernelbraid.ops.rope.api",

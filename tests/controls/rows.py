@@ -5,7 +5,7 @@ from importlib import import_module
 
 from kernelbraid import ops
 
-OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope")
+OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "qk_norm_rope_cache")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

@@ -7,6 +7,7 @@ from kernelbraid.ops.add_rms_norm.spec import ADD_RMS_NORM, ADD_RMS_NORM_CUDA
 from kernelbraid.ops.attention.spec import ATTENTION, ATTENTION_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
+from kernelbraid.ops.qk_norm_rope_cache.spec import QK_NORM_ROPE_CACHE, QK_NORM_ROPE_CACHE_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
 from kernelbraid.ops.rope.spec import ROPE, ROPE_CUDA
 
@@ -16,6 +17,7 @@ OPERATORS: tuple[Operator, ...] = (
     *(ADD_RMS_NORM, ADD_RMS_NORM_CUDA),
     *(QK_NORM, QK_NORM_CUDA),
     *(ROPE, ROPE_CUDA),
+    *(QK_NORM_ROPE_CACHE, QK_NORM_ROPE_CACHE_CUDA),
 )
 """One entry an operator and backend."""
 
