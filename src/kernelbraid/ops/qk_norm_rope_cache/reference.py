@@ -27,8 +27,6 @@ def _evaluate(problem: Problem, dtype: torch.dtype, device: str) -> Rows:
     shared = {name: tensor(array) for name, array in problem.shared.items()}
     rows: Rows = {}
     for b, request in enumerate(problem.requests):
-        if not problem.shape.rows[b]:
-            continue
         positions = tensor(request["positions"])
         for name in ("q", "k"):
             about = positions, shared["cos"], shared["sin"], problem.scalars["eps"]
