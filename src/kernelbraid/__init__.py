@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kernelbraid.ops.moe_experts.api import moe_experts
     from kernelbraid.ops.moe_router.api import moe_router
     from kernelbraid.ops.qk_norm.api import qk_norm
+    from kernelbraid.ops.qk_norm_rope_cache.api import qk_norm_rope_cache
     from kernelbraid.ops.rms_norm.api import rms_norm
     from kernelbraid.ops.rope.api import Llama3Scaling, rope, rope_tables
     from kernelbraid.ops.sample.api import sample
@@ -40,6 +41,7 @@ __all__ = [
     "next_token_logprobs",
     "paged_attention",
     "qk_norm",
+    "qk_norm_rope_cache",
     "rms_norm",
     "rope",
     "rope_tables",
@@ -64,6 +66,7 @@ _HOMES = {
     "next_token_logprobs": "kernelbraid.ops.logprob.api",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
+    "qk_norm_rope_cache": "kernelbraid.ops.qk_norm_rope_cache.api",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "rope": "kernelbraid.ops.rope.api",
     "rope_tables": "kernelbraid.ops.rope.api",

@@ -18,6 +18,7 @@ OPERATORS = (
     "logprob",
     "sample",
 )
+OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "qk_norm_rope_cache")
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 

@@ -166,12 +166,14 @@ def _size(rows: Rows) -> int:
 
 def gather(program: Program, outputs: Mapping[str, Array], rows: Sequence[int]) -> Rows:
     """Collect each request's rows from output buffers; the leading axis counts its copies in the layout."""
-    along: dict[tuple[str, int], Array] = {}
+    along: dict[tuple[str, int, int], Array] = {}
     copies: dict[tuple[str, int], list[_Copy]] = {}
     for span in program.spans:
-        where = span.buffer, span.axis
+        where = span.buffer, span.axis, span.leading
         if where not in along:
-            along[where] = np.moveaxis(outputs[span.buffer], span.axis, 0)
+            whole = outputs[span.buffer]
+            rows_together = whole.reshape(-1, *whole.shape[span.leading :]) if span.leading > 1 else whole
+            along[where] = np.moveaxis(rows_together, span.axis, 0)
         found = copies.setdefault((span.quantity, span.request), [])
         if span.first_row == 0:
             found.append(_Copy(0, []))

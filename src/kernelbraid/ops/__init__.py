@@ -12,6 +12,7 @@ from kernelbraid.ops.moe_experts.spec import MOE_EXPERTS, MOE_EXPERTS_CUDA
 from kernelbraid.ops.moe_router.spec import MOE_ROUTER, MOE_ROUTER_CUDA
 from kernelbraid.ops.problem import Operator
 from kernelbraid.ops.qk_norm.spec import QK_NORM, QK_NORM_CUDA
+from kernelbraid.ops.qk_norm_rope_cache.spec import QK_NORM_ROPE_CACHE, QK_NORM_ROPE_CACHE_CUDA
 from kernelbraid.ops.rms_norm.spec import RMS_NORM, RMS_NORM_CUDA
 from kernelbraid.ops.rope.spec import ROPE, ROPE_CUDA
 from kernelbraid.ops.sample.spec import SAMPLE, SAMPLE_CUDA
@@ -30,6 +31,7 @@ OPERATORS: tuple[Operator, ...] = (
     *(MOE_EXPERTS, MOE_EXPERTS_CUDA),
     *(LOGPROB, LOGPROB_CUDA),
     *(SAMPLE, SAMPLE_CUDA),
+    *(QK_NORM_ROPE_CACHE, QK_NORM_ROPE_CACHE_CUDA),
 )
 """One entry an operator and backend."""
 

@@ -133,6 +133,8 @@ class RowSpan:
     stop: int
     request: int
     first_row: int
+    leading: int = 1
+    """Leading axes of the buffer that count as one, such as the pages and slots of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
