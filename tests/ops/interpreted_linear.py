@@ -1,4 +1,4 @@
-"""The linear layer's Triton kernels in Triton's interpreter: `python interpreted_linear.py ARCHITECTURE DTYPE`.
+"""The linear layer's Triton kernels in Triton's interpreter: `interpreted_linear.py ARCHITECTURE DTYPE`.
 
 A process of its own, as `interpreted.py`, whose repair of the interpreter it uses. Prints a JSON object: for
 each way to compute one problem the elements compared and unequal, and for each quantity the distance to

@@ -154,8 +154,7 @@ class RowForm:
                 given=kept(gradients.given),
                 rows=kept(gradients.rows),
                 parameters=kept(gradients.parameters),
-                absent=gradients.absent
-                + absent((*gradients.given, *gradients.rows, *gradients.parameters)),
+                absent=gradients.absent + absent((*gradients.given, *gradients.rows, *gradients.parameters)),
             )
         return replace(
             self,
@@ -399,7 +398,8 @@ class RowForm:
                 rows = each.shape(axes)[0] if each in self.parameters else tokens
                 at = i % places[each.name] * rows
                 arguments[each.name] = View(each.name, at, at + rows)
-            arguments |= self.scalars | dict.fromkeys(self.absent)
+            arguments |= self.scalars
+            arguments |= dict.fromkeys(self.absent)
             if not contiguous:
                 arguments |= dict.fromkeys(gradients.absent if gradients and backward else ())
                 arguments |= {e.name: View(e.name, i * tokens, (i + 1) * tokens) for e in written}

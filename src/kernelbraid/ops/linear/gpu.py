@@ -4,11 +4,11 @@
     dx[t, k]  = round16(sum_n dout[t, n] * w[n, k])
     dw[n, k]  = sum_t dout[t, n] * x[t, k]        db[n] = sum_t dout[t, n]        float32
 
-Every sum is one chain of the matrix unit over ascending groups of 16, its end filled up with zeros, from +0 or,
-of dw and db, from what is there; the sum over k in K_GROUPS equal parts, that over n in N_GROUPS, merged by
-pairing neighbours. Nothing is split further, however few rows a call has. Free of bits: tiles, warps, stages,
-which factor is the first operand, pointers or bulk copies, order of tiles, programs that stay or not. Fusion
-is off.
+Every sum is one chain of the matrix unit over ascending groups of 16, its end filled up with zeros, from +0
+or, of dw and db, from what is there; the sum over k in K_GROUPS equal parts, that over n in N_GROUPS, merged
+by pairing neighbours. Nothing is split further, however few rows a call has. Free of bits: tiles, warps,
+stages, which factor is the first operand, pointers or bulk copies, order of tiles, programs that stay or not.
+Fusion is off.
 """
 
 import torch
@@ -108,7 +108,7 @@ def schedule(axes, knobs):
     return answer
 
 
-# ---- Entry points. Rows [T, K] and [T, N] and weight [N, K] in 16 bits; dweight and dbias float32 or 16 bits.
+# ---- Entry points. Rows [T, K], [T, N] and weight [N, K] in 16 bits; dweight, dbias float32 or 16 bits.
 
 
 def linear(x, weight, bias, out):
@@ -118,7 +118,7 @@ def linear(x, weight, bias, out):
 
 
 def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
-    """Write the gradients; those that are None are left out. Sums over tokens are added to if `accumulate`."""
+    """Write the gradients that are not None; sums over tokens are added to if `accumulate`."""
     tokens, outputs = dout.shape
     if not tokens:
         for sums in (dweight, dbias):

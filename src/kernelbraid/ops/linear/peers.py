@@ -10,7 +10,9 @@ Array = npt.NDArray[np.generic]
 
 
 def torch_linear(x: Array, weight: Array, bias: Array | None) -> Tensor:
-    return linear(torch.from_numpy(x), torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias))
+    return linear(
+        torch.from_numpy(x), torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias)
+    )
 
 
 def torch_linear_backward(x: Array, weight: Array, dout: Array) -> tuple[Tensor, Tensor]:

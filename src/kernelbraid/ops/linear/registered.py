@@ -175,9 +175,7 @@ class Linear(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-def multiply_with_grad(
-    x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None
-) -> Tensor:
+def multiply_with_grad(x: Tensor, weight: Tensor, bias: Tensor | None, weight_grad: Tensor | None) -> Tensor:
     """`multiply`, recorded by autograd."""
     out: Tensor = Linear.apply(x, weight, bias, weight_grad)  # type: ignore[no-untyped-call]
     return out
