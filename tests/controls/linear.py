@@ -7,7 +7,7 @@ AXES = {"in_features": 40, "out_features": 70, "bias": 1}
 FORWARD = "    product(x, weight, out, bias, 0, 1, K_GROUPS, 0)\n"
 DX = "        product(dout, weight, dx, None, 0, 0, N_GROUPS, 0)\n"
 DWEIGHT = "        product(dout, x, dweight, None, 1, 0, 1, int(accumulate))\n"
-DBIAS = "        product(np.ones((1, len(dout)), np.float32), dout, dbias[None], None, 0, 0, 1, int(accumulate))\n"
+DBIAS = "        product(ones, dout, dbias[None], None, 0, 0, 1, int(accumulate))\n"
 CONSTANTS = "NO_BIAS = np.empty(0, np.float32)\n"
 CALLS = (CONSTANTS, CONSTANTS + "CALLS = [0]\n")
 FILES = "TURN = len(list(__import__('pathlib').Path(__file__).parent.glob('*.py'))) % 2\n"
@@ -86,7 +86,7 @@ CONTROLS = (
             (
                 DBIAS,
                 "        part = np.empty((1, dbias.size), np.float32)\n"
-                "        product(np.ones((1, len(dout)), np.float32), dout, part, None, 0, 0, 1, 0)\n"
+                "        product(ones, dout, part, None, 0, 0, 1, 0)\n"
                 "        dbias[...] = dbias + part[0] if accumulate else part[0]\n",
             ),
         ),
@@ -137,6 +137,6 @@ CONTROLS = (
     Control(
         "the gradient of the bias lacks a token",
         "accuracy_dbias/backward",
-        ((DBIAS, DBIAS.replace("np.float32), dout", "np.float32)[:, 1:], dout[1:]")),),
+        ((DBIAS, DBIAS.replace("ones, dout", "ones[:, 1:], dout[1:]")),),
     ),
 )

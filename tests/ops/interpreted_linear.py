@@ -1,4 +1,4 @@
-"""The linear layer's Triton kernels in Triton's interpreter: `python interpreted_linear.py ARCHITECTURE DTYPE`.
+"""The linear layer's Triton kernels in Triton's interpreter: `interpreted_linear.py ARCHITECTURE DTYPE`.
 
 A process of its own, as `interpreted.py`, whose repair of the interpreter it uses. Prints a JSON object: for
 each way to compute one problem the elements compared and unequal, and for each quantity the distance to
@@ -21,7 +21,7 @@ SCHEDULES = {
     "swapped": {"FEW_ROWS": 1000, "NARROW": 32, "BULK_ROWS": 1000000},
     "swapped, bulk": {"FEW_ROWS": 1000, "NARROW": 64, "BULK_ROWS": 1},
     "tiles, deep": {"FEW_ROWS": 0, "DEPTH": 128, "BULK_ROWS": 1000000},
-    "bulk": {"FEW_ROWS": 0, "BULK_ROWS": 1, "STAY_TILES": 1000000},
+    "bulk": {"FEW_ROWS": 0, "BULK_ROWS": 1, "STAY_TILES": 1000000, "PROGRAMS": 1},
     "bulk, stay": {"FEW_ROWS": 0, "BULK_ROWS": 1, "STAY_TILES": 1, "PROGRAMS": 2, "TOGETHER": 1},
 }
 
@@ -48,7 +48,7 @@ def run(problem, layout):
 def main(architecture, dtype):
     gpu.architecture_of = lambda _: architecture
     compared, errors = {}, {}
-    for inputs, outputs, bias, groups in ((40, 72, 1, 1), (17, 33, 1, 1), (96, 136, 0, 4)):
+    for inputs, outputs, bias, groups in ((40, 72, 1, 1), (17, 33, 1, 1), (128, 136, 0, 4)):
         gpu.K_GROUPS = gpu.N_GROUPS = groups
         axes = (("in_features", inputs), ("out_features", outputs), ("bias", bias))
         shape = ProblemShape(axes, (1, 0, 9, 70, 130), (1, 0, 9, 70, 130), dtype=dtype)

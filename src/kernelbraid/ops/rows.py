@@ -404,7 +404,8 @@ class RowForm:
                 rows = each.shape(axes)[0] if each in self.parameters else tokens
                 at = i % places[each.name] * rows
                 arguments[each.name] = View(each.name, at, at + rows)
-            arguments |= self.scalars | dict.fromkeys(self.absent)
+            arguments |= self.scalars
+            arguments |= dict.fromkeys(self.absent)
             if not contiguous:
                 arguments |= dict.fromkeys(gradients.absent if gradients and backward else ())
                 arguments |= {e.name: View(e.name, i * tokens, (i + 1) * tokens) for e in written}

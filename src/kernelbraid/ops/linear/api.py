@@ -57,8 +57,8 @@ def linear(
     if weight_grad is not None:
         if traced:
             raise ValueError(
-                "weight_grad must be None under torch.compile, transforms and tensor subclasses: only an eager "
-                "backward adds to it"
+                "weight_grad must be None under torch.compile, transforms and tensor subclasses: "
+                "only an eager backward adds to it"
             )
         if torch.is_grad_enabled() and not weight.requires_grad:
             raise ValueError("weight_grad is given, and weight does not require a gradient to be added to it")

@@ -401,6 +401,7 @@ UNCOMPILED = {
     multiply: boolean(MATRIX, MATRIX, RESULT, ROW, types.UniTuple(int64, 6), int64[::1], float32[::1]),
 }
 NO_BIAS = np.empty(0, np.float32)
+CHOSEN = {"DEPTH": DEPTH, "TILE_ROWS": TILE_ROWS, "THREAD_COST": THREAD_COST}
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
 
@@ -447,16 +448,19 @@ def linear(x, weight, bias, out):
 
 
 def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
-    """Write the gradients; those that are None are left out. Sums over tokens are added to if `accumulate`."""
+    """Write the gradients that are not None; sums over tokens are added to if `accumulate`."""
+    if not len(dout):
+        for sums in (dweight, dbias):
+            if sums is not None and not accumulate:
+                sums[...] = 0
+        return
     if dx is not None:
         product(dout, weight, dx, None, 0, 0, N_GROUPS, 0)
     if dweight is not None:
         product(dout, x, dweight, None, 1, 0, 1, int(accumulate))
     if dbias is not None:
-        product(np.ones((1, len(dout)), np.float32), dout, dbias[None], None, 0, 0, 1, int(accumulate))
-
-
-CHOSEN = {"DEPTH": DEPTH, "TILE_ROWS": TILE_ROWS, "THREAD_COST": THREAD_COST}
+        ones = np.ones((1, len(dout)), np.float32)
+        product(ones, dout, dbias[None], None, 0, 0, 1, int(accumulate))
 
 
 def numerics(constant_axes):

@@ -4,11 +4,11 @@
     dx[t, k]  = round16(sum_n dout[t, n] * w[n, k])
     dw[n, k]  = sum_t dout[t, n] * x[t, k]        db[n] = sum_t dout[t, n]        float32
 
-Every sum is one chain of the matrix unit over ascending groups of 16, its end filled up with zeros, from +0 or,
-of dw and db, from what is there; the sum over k in K_GROUPS equal parts, that over n in N_GROUPS, merged by
-pairing neighbours. Nothing is split further, however few rows a call has. Free of bits: tiles, warps, stages,
-which factor is the first operand, pointers or bulk copies, order of tiles, programs that stay or not. Fusion
-is off.
+Every sum is one chain of the matrix unit over ascending groups of 16, its end filled up with zeros, from +0
+or, of dw and db, from what is there; the sum over k in K_GROUPS equal parts, that over n in N_GROUPS, merged
+by pairing neighbours. Nothing is split further, however few rows a call has. Free of bits: tiles, warps,
+stages, which factor is the first operand, pointers or bulk copies, order of tiles, programs that stay or not.
+Fusion is off.
 """
 
 import torch
@@ -46,6 +46,7 @@ KNOBS = {
 
 FORWARD, OF_X, OF_WEIGHT = 0, 1, 2  # which product
 TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))  # rows, columns, warps; the largest first
+SMALLER_TILES = ((128, 128, 8), (64, 128, 4), (64, 64, 4))  # where sums and operands share the registers
 SHARED = {80: 160 << 10, 90: 220 << 10, 100: 220 << 10}  # bytes that a program's stages may take
 LESS_SHARED = 96 << 10  # of other architectures: 8.6, 8.9, 12.0
 
@@ -58,33 +59,34 @@ def chosen_knobs():
     return {name: globals()[name] for name, (kind, _) in KNOBS.items() if kind == "schedule"}
 
 
-def cut(rows, columns, groups, architecture, bulk, knobs):
+def cut(which, rows, columns, groups, add, architecture, aligned, knobs):
     """Choose how one product is cut: tile, warps, stages, and how its programs go about it.
 
     With few rows the second factor, which is read once, is the first operand, and tiles are so narrow that
     all multiprocessors read. With more rows the largest tile is taken that keeps all of them busy.
     """
-    enough, room = knobs["PROGRAMS"] * 7 // 8, SHARED.get(architecture // 10 * 10, LESS_SHARED)
-    if architecture in (86, 87, 89):
-        room = LESS_SHARED
+    enough = knobs["PROGRAMS"] * 7 // 8
+    room = LESS_SHARED if architecture in (86, 87, 89) else SHARED.get(architecture // 10 * 10, LESS_SHARED)
+    swap = which == FORWARD and rows <= knobs["FEW_ROWS"]
     if rows <= knobs["FEW_ROWS"]:
-        swap, height = True, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-        width = knobs["NARROW"]
+        height = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+        width, depth, stages, warps = knobs["NARROW"], knobs["STREAM_DEPTH"], knobs["STREAM_STAGES"], 4
         while width > 32 and -(-columns // width) < enough:
             width //= 2
-        depth, stages, warps = knobs["STREAM_DEPTH"], knobs["STREAM_STAGES"], 4
     else:
-        swap, depth, stages = False, knobs["DEPTH"], knobs["STAGES"]
-        known = TILES if groups == 1 else TILES[2:]
+        depth, stages = knobs["DEPTH"], knobs["STAGES"]
+        known = TILES if architecture >= 90 else SMALLER_TILES
         fitting = [t for t in known if -(-rows // t[0]) * -(-columns // t[1]) >= enough]
         height, width, warps = (fitting or known[-1:])[0]
+    if groups > 1 or not aligned:  # more sums, or addresses, than registers are for
+        height, width, depth, warps = min(height, 64), min(width, 64 if groups > 1 else 32), 32, 4
     while stages > 2 and 2 * (height + width) * depth * stages > room:
         stages -= 1
     while depth > 16 and 2 * (height + width) * depth * stages > room:
         depth //= 2
     tiles = -(-rows // height) * -(-columns // width)
-    bulk = bool(bulk and architecture >= 90 and rows >= knobs["BULK_ROWS"])
-    stay = bool(bulk and groups == 1 and tiles >= knobs["STAY_TILES"])
+    bulk = bool(aligned and architecture >= 90 and rows >= knobs["BULK_ROWS"])
+    stay = bool(bulk and groups == 1 and not add and tiles >= knobs["STAY_TILES"])
     return {
         "height": height, "width": width, "depth": depth, "warps": warps, "stages": stages, "swap": swap,
         "bulk": bulk, "stay": stay,
@@ -94,19 +96,19 @@ def cut(rows, columns, groups, architecture, bulk, knobs):
 def schedule(axes, knobs):
     """Choose how each of a call's products is cut: see `cut`."""
     sizes = axes["tokens"], axes["in_features"], axes["out_features"]
-    architecture, bulk = axes.get("architecture", 90), axes.get("bulk", 1)
+    architecture, aligned = axes.get("architecture", 90), axes.get("aligned", 1)
     answer = {}
-    for name, rows, columns, groups in (
-        ("out", sizes[0], sizes[2], K_GROUPS),
-        ("dx", sizes[0], sizes[1], N_GROUPS),
-        ("dweight", sizes[2], sizes[1], 1),
+    for name, which, rows, columns, groups in (
+        ("out", FORWARD, sizes[0], sizes[2], K_GROUPS),
+        ("dx", OF_X, sizes[0], sizes[1], N_GROUPS),
+        ("dweight", OF_WEIGHT, sizes[2], sizes[1], 1),
     ):
-        plan = cut(rows, columns, groups, architecture, bulk, knobs)
+        plan = cut(which, rows, columns, groups, False, architecture, aligned, knobs)
         answer |= {f"{name}_{key}": value for key, value in plan.items()}
     return answer
 
 
-# ---- Entry points. Rows [T, K] and [T, N] and weight [N, K] in 16 bits; dweight and dbias float32 or 16 bits.
+# ---- Entry points. Rows [T, K], [T, N] and weight [N, K] in 16 bits; dweight, dbias float32 or 16 bits.
 
 
 def linear(x, weight, bias, out):
@@ -116,7 +118,7 @@ def linear(x, weight, bias, out):
 
 
 def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
-    """Write the gradients; those that are None are left out. Sums over tokens are added to if `accumulate`."""
+    """Write the gradients that are not None; sums over tokens are added to if `accumulate`."""
     tokens, outputs = dout.shape
     if not tokens:
         for sums in (dweight, dbias):
@@ -128,10 +130,14 @@ def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
     if dweight is not None:
         product(OF_WEIGHT, dout, x, dweight, None, 1, bool(accumulate))
     if dbias is not None:
-        add_rows_kernel[(triton.cdiv(outputs, 32),)](
-            dout, dbias, tokens, outputs, dout.stride(0), bool(accumulate), 32, 128,
-            num_warps=4, num_stages=3, enable_fp_fusion=False,
-        )  # fmt: skip
+        launch(
+            *(add_rows_kernel, triton.cdiv(outputs, 32), 4, 3),
+            *(dout, dbias, tokens, outputs, dout.stride(0), bool(accumulate), 32, 128),
+        )
+
+
+def launch(kernel, programs, warps, stages, *arguments, **options):
+    kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages, enable_fp_fusion=False, **options)
 
 
 def architecture_of(device):
@@ -141,7 +147,7 @@ def architecture_of(device):
 
 
 def describable(x):
-    """Whether bulk copies can read x: addresses of its rows are multiples of 16 bytes."""
+    """Whether the addresses of x's rows are multiples of 16 bytes, as wide loads and bulk copies need."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 
@@ -152,8 +158,9 @@ def product(which, a, b, c, bias, groups, add):
     rows, columns = c.shape
     summed = outputs if which == OF_X else inputs
     length = triton.cdiv(summed, groups) if which != OF_WEIGHT else 0
-    bulk = describable(a) and describable(b)
-    plan = cut(rows, columns, groups, architecture_of(a.device), bulk, chosen_knobs())
+    aligned = describable(a) and describable(b)
+    architecture = architecture_of(a.device)
+    plan = cut(which, rows, columns, groups, add, architecture, aligned, chosen_knobs())
     height, width, depth = plan["height"], plan["width"], plan["depth"]
     bulk = plan["bulk"] and (groups == 1 or length % depth == 0)
     if bulk:
@@ -163,13 +170,16 @@ def product(which, a, b, c, bias, groups, add):
         b_read = TensorDescriptor(b, list(b.shape), list(b.stride()), b_tile)
     tiles = triton.cdiv(rows, height) * triton.cdiv(columns, width)
     stay = plan["stay"] and bulk
-    product_kernel[(min(tiles, PROGRAMS) if stay else tiles,)](
-        a_read if bulk else a, b_read if bulk else b, c, c if bias is None else bias,
-        tokens, inputs, outputs, length, a.stride(0), b.stride(0), c.stride(0),
-        which, groups, which != OF_WEIGHT and length % depth == 0, bias is not None, add,
-        height, width, depth, TOGETHER, plan["swap"], bulk, stay,
-        num_warps=plan["warps"], num_stages=plan["stages"], enable_fp_fusion=False,
-    )  # fmt: skip
+    even = which != OF_WEIGHT and length % depth == 0 and length * groups == summed
+    launch(
+        *(product_kernel, min(tiles, PROGRAMS) if stay else tiles, plan["warps"], plan["stages"]),
+        *(a_read if bulk else a, b_read if bulk else b, c, c if bias is None else bias),
+        *(tokens, inputs, outputs, length, a.stride(0), b.stride(0), c.stride(0)),
+        *(which, groups, even, bias is not None, add, height, width, depth, TOGETHER),
+        *(plan["swap"], bulk, stay),
+        # ptxas would spill in small tiles to fit more programs onto a multiprocessor
+        **({} if architecture >= 90 else {"maxnreg": 255}),
+    )
 
 
 # ---- Device.
@@ -188,32 +198,28 @@ def canonical(x, dtype: tl.constexpr):
 
 @triton.jit
 def read(
-    X, stride, o, first, count, r, stop,
-    ALONG: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, O: tl.constexpr, R: tl.constexpr,
+    X, stride, o, first, count, r, stop, SECOND: tl.constexpr,
+    ALONG: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A tile [O, R] of a factor: places `o`, from `first` on, of R numbers of their sums from r on.
+    """A tile [O, R] of a factor, SECOND [R, O]: places `o`, from `first` on, of R numbers of their sums.
 
-    ALONG: the sum runs along the rows of X. What lies outside is 0.
+    ALONG: the sum runs along the rows of X. What lies outside is 0. A tile is made in the shape in which it
+    is multiplied: transposed afterwards, it would pass through registers.
     """
     if BULK:
         if ALONG:
-            return X.load([first, r])
+            tile = X.load([first, r])
         else:
-            return tl.trans(X.load([r, first]))
+            tile = X.load([r, first])
+        return tl.trans(tile) if ALONG == SECOND else tile
     else:
         o_r = r + tl.arange(0, R)
-        if ALONG:
-            p = X + o.to(tl.int64)[:, None] * stride + o_r[None, :]
-            if EVEN:
-                return tl.load(p, mask=(o < count)[:, None], other=0.0)
-            else:
-                return tl.load(p, mask=(o < count)[:, None] & (o_r < stop)[None, :], other=0.0)
+        if SECOND:
+            o_r, o = o_r[:, None], o[None, :]
         else:
-            p = X + o_r.to(tl.int64)[:, None] * stride + o[None, :]
-            if EVEN:
-                return tl.trans(tl.load(p, mask=(o < count)[None, :], other=0.0))
-            else:
-                return tl.trans(tl.load(p, mask=(o < count)[None, :] & (o_r < stop)[:, None], other=0.0))
+            o_r, o = o_r[None, :], o[:, None]
+        p = X + o.to(tl.int64) * stride + o_r if ALONG else X + o_r.to(tl.int64) * stride + o
+        return tl.load(p, mask=(o < count) if EVEN else (o < count) & (o_r < stop), other=0.0)
 
 
 @triton.jit
@@ -225,12 +231,12 @@ def chain(
     """Go on with a tile's sums over start .. stop - 1. Swapped, the tile is [J, I]."""
     o_i, o_j = i + tl.arange(0, I), j + tl.arange(0, J)
     for r in tl.range(start, stop, R):
-        a = read(A, sa, o_i, i, rows, r, stop, WHICH != 2, EVEN, BULK, I, R)
-        b = read(B, sb, o_j, j, columns, r, stop, WHICH == 0, EVEN, BULK, J, R)
+        a = read(A, sa, o_i, i, rows, r, stop, SWAP, WHICH != 2, EVEN, BULK, R)
+        b = read(B, sb, o_j, j, columns, r, stop, not SWAP, WHICH == 0, EVEN, BULK, R)
         if SWAP:
-            total = tl.dot(b, tl.trans(a), total)
+            total = tl.dot(b, a, total)
         else:
-            total = tl.dot(a, tl.trans(b), total)
+            total = tl.dot(a, b, total)
     return total
 
 
