@@ -25,7 +25,10 @@ CONTROLS = (
         "rerun/update",
         (
             CALLS,
-            (HOST, HOST + "    CALLS[0] += 1\n    if CALLS[0] == 1:\n        np.nextafter(out, ZERO, out=out)\n"),
+            (
+                HOST,
+                HOST + "    CALLS[0] += 1\n    if CALLS[0] == 1:\n        np.nextafter(out, ZERO, out=out)\n",
+            ),
         ),
     ),
     Control(
@@ -62,7 +65,8 @@ CONTROLS = (
         (
             (
                 DX,
-                "        if order[first] % 2:\n            chain(gate_up[expert].T[:, ::-1], block[::-1], found)\n"
+                "        if order[first] % 2:\n"
+                "            chain(gate_up[expert].T[:, ::-1], block[::-1], found)\n"
                 f"        else:\n    {DX}",
             ),
         ),
@@ -84,7 +88,10 @@ CONTROLS = (
         "gradient_rerun/backward",
         (
             CALLS,
-            (GRADIENT, "    CALLS[0] += 1\n    if CALLS[0] == 1:\n        dblock *= np.float32(1.5)\n" + GRADIENT),
+            (
+                GRADIENT,
+                "    CALLS[0] += 1\n    if CALLS[0] == 1:\n        dblock *= np.float32(1.5)\n" + GRADIENT,
+            ),
         ),
     ),
     Control(
@@ -100,9 +107,7 @@ CONTROLS = (
             ),
         ),
     ),
-    Control(
-        "the gate's slope is its value", "accuracy_dx/backward", (("fma(silu, ONE - s, s)", "s"),)
-    ),
+    Control("the gate's slope is its value", "accuracy_dx/backward", (("fma(silu, ONE - s, s)", "s"),)),
     Control(
         "the gradient of the weights forgets up",
         "accuracy_dweights/backward",

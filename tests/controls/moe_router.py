@@ -58,7 +58,9 @@ CONTROLS = (
         "update_equals_rollout/update",
         (other_order("logits.shape[0] <= 16"),),
     ),
-    Control("the first gradient is another", "gradient_rerun/backward", (CALLS, first_call(GRADIENT, "dlogits"))),
+    Control(
+        "the first gradient is another", "gradient_rerun/backward", (CALLS, first_call(GRADIENT, "dlogits"))
+    ),
     Control(
         "gradients of rows follow their place",
         "gradient_packing/backward",

@@ -1,7 +1,7 @@
 """Triton kernels of an operator on rows on a CPU: `python interpreted_rows.py NAME DTYPE AXIS=VALUE ...`.
 
-As `interpreted.py`, whose repairs of Triton's interpreter it uses. Prints a JSON object: for each relation the
-elements compared and unequal, for each quantity the distance to float64.
+As `interpreted.py`, whose repairs of Triton's interpreter it uses. Prints a JSON object: for each relation
+the elements compared and unequal, for each quantity the distance to float64.
 """
 
 import json
@@ -52,7 +52,9 @@ def unequal(left, right):
 def distances(exact, rows):
     found = {}
     for quantity in sorted({name for name, _ in rows}):
-        pairs = [(exact[key].ravel(), rows[key].double().numpy().ravel()) for key in rows if key[0] == quantity]
+        pairs = [
+            (exact[key].ravel(), rows[key].double().numpy().ravel()) for key in rows if key[0] == quantity
+        ]
         right, mine = (np.concatenate(each) for each in zip(*pairs, strict=True))
         found[quantity] = float(np.linalg.norm(mine - right) / np.linalg.norm(right))
     return found

@@ -29,7 +29,9 @@ LOADS = {
     "drawn": lambda chosen: chosen,
     "all on one": lambda chosen: torch.full_like(chosen, 2),
     "one expert empty": lambda chosen: torch.where(chosen == 1, 0, chosen),
-    "half of it nobody's": lambda chosen: torch.where(chosen > 2, 2**31 - 1, torch.where(chosen == 2, -1, chosen)),
+    "half of it nobody's": lambda chosen: torch.where(
+        chosen > 2, 2**31 - 1, torch.where(chosen == 2, -1, chosen)
+    ),
     "nobody's": lambda chosen: torch.full_like(chosen, EXPERTS),
 }
 
@@ -45,7 +47,9 @@ def test_values_and_gradients_are_the_formulas(load):
         assert (ours - best).norm() <= 1e-6 * best.norm()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (70, 130, 65, 1, 1), (200, 7, 3, 2, 2), (9, 64, 16, 40, 16)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1, 1), (70, 130, 65, 1, 1), (200, 7, 3, 2, 2), (9, 64, 16, 40, 16)]
+)
 def test_sizes(sizes):
     tensors = inputs(*sizes)
     exact = reference.moe_experts(*doubled(tensors))
@@ -95,7 +99,9 @@ def test_a_slot_that_is_nobodys_is_not_looked_at():
     chosen[:, 1], spoiled = -1, weights.clone()
     spoiled[:, 1] = torch.nan
     out = moe_experts(x, spoiled, chosen, gate_up, down)
-    assert same([out], [moe_experts(x, weights[:, ::2].contiguous(), chosen[:, ::2].contiguous(), gate_up, down)])
+    assert same(
+        [out], [moe_experts(x, weights[:, ::2].contiguous(), chosen[:, ::2].contiguous(), gate_up, down)]
+    )
     assert not gradients(moe_experts, (x, spoiled, chosen, gate_up, down))[1][:, 1].any()
 
 
@@ -183,10 +189,19 @@ X, WEIGHTS, CHOSEN, GATE_UP, DOWN = inputs()
         ((X, WEIGHTS, CHOSEN.long(), GATE_UP, DOWN), "experts must be torch.int32"),
         ((X, WEIGHTS[1:], CHOSEN, GATE_UP, DOWN), r"weights must have shape \[37, any\] to fit x"),
         ((X, WEIGHTS, CHOSEN[:, :2], GATE_UP, DOWN), r"experts must have shape \[37, 3\] to fit weights"),
-        ((X, WEIGHTS, CHOSEN, GATE_UP[:, :7], DOWN), r"gate_up must have shape \[any, 40, 33\] to fit x and down"),
-        ((X, WEIGHTS, CHOSEN, GATE_UP, DOWN[1:]), r"down must have shape \[5, 33, any\] to fit x and gate_up"),
+        (
+            (X, WEIGHTS, CHOSEN, GATE_UP[:, :7], DOWN),
+            r"gate_up must have shape \[any, 40, 33\] to fit x and down",
+        ),
+        (
+            (X, WEIGHTS, CHOSEN, GATE_UP, DOWN[1:]),
+            r"down must have shape \[5, 33, any\] to fit x and gate_up",
+        ),
         ((X, WEIGHTS, CHOSEN, GATE_UP[0], DOWN), "gate_up must have 3 dimensions"),
-        ((X, WEIGHTS, CHOSEN, GATE_UP.mT.contiguous().mT, DOWN), "gate_up's last dimension must have stride 1"),
+        (
+            (X, WEIGHTS, CHOSEN, GATE_UP.mT.contiguous().mT, DOWN),
+            "gate_up's last dimension must have stride 1",
+        ),
         ((X.to("meta"), WEIGHTS, CHOSEN, GATE_UP, DOWN), "x is on meta"),
         ((X, "w", CHOSEN, GATE_UP, DOWN), "weights must be a torch tensor"),
         ((X, WEIGHTS.repeat(1, 6), CHOSEN.repeat(1, 6), GATE_UP, DOWN), "top_k must be between 1 and 16"),

@@ -30,7 +30,9 @@ def test_values_and_gradients_are_the_formulas(scoring, renormalize):
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     assert torch.equal(experts, indices)
     assert (weights - wanted).norm() < 3e-7 * wanted.norm()
-    (found,) = gradients(lambda x: moe_router(x, TOP_K, scoring=scoring, renormalize=renormalize)[0], (logits,))
+    (found,) = gradients(
+        lambda x: moe_router(x, TOP_K, scoring=scoring, renormalize=renormalize)[0], (logits,)
+    )
     (best,) = gradients(lambda x: exact(x, scoring, renormalize)[0], (logits.double(),))
     assert (found - best).norm() < 1e-6 * best.norm()
 
@@ -69,7 +71,9 @@ def test_nan_comes_last_and_stays_in_its_row():
         weights, experts = moe_router(rows, top_k, scoring="sigmoid", renormalize=False)
         assert experts[0].tolist() == wanted
         assert torch.isfinite(weights[0, :3]).all()
-        assert torch.equal(weights[1], moe_router(rows[1:], top_k, scoring="sigmoid", renormalize=False)[0][0])
+        assert torch.equal(
+            weights[1], moe_router(rows[1:], top_k, scoring="sigmoid", renormalize=False)[0][0]
+        )
     assert moe_router(rows, 2, renormalize=False)[0][0].isnan().all()
     assert moe_router(rows, 4)[0][0].isnan().all()
     assert not moe_router(rows, 3)[0][0].isnan().any()

@@ -104,9 +104,7 @@ def tile(rows, vectors, width):
         a, a_row, a_column, b, b_row, c, c_row, depth = args
         name = f"llvm.fma.v{width}f32"
         known = builder.module.globals
-        fused = known.get(name) or ir.Function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), name
-        )
+        fused = known.get(name) or ir.Function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
 
         def place(base, row, stride, v, kind):
             address = builder.add(base, builder.mul(row, stride))
@@ -128,7 +126,9 @@ def tile(rows, vectors, width):
             x = builder.load(place(column, I64(m), a_row, 0, FLOAT), align=4)
             x = builder.insert_element(undefined, x, I32(0))
             factors.append(builder.shuffle_vector(x, undefined, first_lane))
-        later = [builder.call(fused, [factors[m], loaded[v], s]) for (m, v), s in zip(each, sums, strict=True)]
+        later = [
+            builder.call(fused, [factors[m], loaded[v], s]) for (m, v), s in zip(each, sums, strict=True)
+        ]
         following = builder.add(k, I64(1))
         builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
         for phi, start, end in zip([k, *sums], [I64(0), *found], [following, *later], strict=True):
@@ -411,16 +411,16 @@ def one(x, weights, experts, gate_up, down, out):
     share(combine, (y, weights, experts, len(down), out), ranges(len(x), plan["parts"]), plan["parts"])
 
 
-def moe_experts_backward(
-    x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate
-):
+def moe_experts_backward(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate):
     """Write the gradients; one that is None is left out. dgate_up and ddown are added to if `accumulate`."""
     for each in (dgate_up, ddown):
         if each is not None and not accumulate:
             each[...] = 0
     for rows in passes(len(x), experts.shape[1] * (2 * x.shape[1] + 3 * down.shape[2])):
         found = [None if each is None else each[rows] for each in (dx, dweights)]
-        differentiate(x[rows], weights[rows], experts[rows], gate_up, down, dout[rows], *found, dgate_up, ddown)
+        differentiate(
+            x[rows], weights[rows], experts[rows], gate_up, down, dout[rows], *found, dgate_up, ddown
+        )
 
 
 def differentiate(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown):

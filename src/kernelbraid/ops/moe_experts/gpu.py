@@ -1,10 +1,12 @@
 """Experts of a mixture on the GPU, in portable Triton: forward and gradients, bfloat16 or float16.
 
-    out[t] = round16(sum_s w[t, s] * down[e] @ round16(silu(gate[e] @ x[t]) * (up[e] @ x[t])))    e = experts[t, s]
+    a = round16(silu(gate[e] @ x[t]) * (up[e] @ x[t]))    out[t] = round16(sum_s w[t, s] * down[e] @ a)
+
+where e = experts[t, s].
 
 Pairs (token, slot) are sorted by expert, stably and with integers alone; products run over tiles of rows of
-one expert. Every product is one chain of the matrix unit along K, so that neither the tile, nor its warps, nor
-what else is in it can change a bit; README.md has the order of every sum. Fusion is off: what is fused is
+one expert. Every product is one chain of the matrix unit along K: neither the tile, nor its warps, nor what
+else is in it can change a bit; README.md has the order of every sum. Fusion is off: what is fused is
 written so.
 """
 
@@ -81,9 +83,7 @@ def compute(x, weights, experts, gate_up, down, out):
     combine(y, weights, experts, out, count)
 
 
-def moe_experts_backward(
-    x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate
-):
+def moe_experts_backward(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_up, ddown, accumulate):
     """Write the gradients; one that is None is left out. dgate_up and ddown are added to if `accumulate`."""
     if not len(x) and not accumulate:
         for each in (dgate_up, ddown):
@@ -187,9 +187,20 @@ def grouped(experts, order, count):
 
 
 def multiply(
-    plan, rows, order, starts, matrices, out, top_k, *, gather=False, scatter=False, gated=False, transposed=False
+    plan,
+    rows,
+    order,
+    starts,
+    matrices,
+    out,
+    top_k,
+    *,
+    gather=False,
+    scatter=False,
+    gated=False,
+    transposed=False,
 ):
-    """out = rows @ matrices[e]^T, or without transposing; rows and out by place, token (gather), pair (scatter)."""
+    """out = rows @ matrices[e]^T, or not transposed; rows by place or token (gather), out by place or pair."""
     count, high, wide = matrices.shape
     depth, columns = (high, wide) if transposed else (wide, high)
     columns = columns // 2 if gated else columns
@@ -218,7 +229,7 @@ def combine(y, weights, experts, out, count):
 
 
 def add_products(first, second, order, groups, starts, out, top_k, accumulate, *, left=False, right=False):
-    """out[e] (+)= the sum over e's pairs of the outer products of two rows; `left`, `right`: rows by token."""
+    """out[e] (+)= the sum over e's pairs of outer products of two rows; `left`, `right`: rows by token."""
     count, high, wide = out.shape
     tile = MATRIX_TILE if min(high, wide) >= 128 else 32
     tiles = triton.cdiv(high, tile) * triton.cdiv(wide, tile)
@@ -277,7 +288,9 @@ def rank_kernel(EXPERTS, ORDER, STARTS, pairs, se_t, COUNT: tl.constexpr, K: tl.
     for first in range(0, pairs, 64):
         q = first + tl.arange(0, 64)
         other = expert_of(EXPERTS, q, q < pairs, se_t, COUNT, K)
-        before = (other[None, :] < key[:, None]) | ((other[None, :] == key[:, None]) & (q[None, :] < tie[:, None]))
+        before = (other[None, :] < key[:, None]) | (
+            (other[None, :] == key[:, None]) & (q[None, :] < tie[:, None])
+        )
         rank += tl.sum((before & (q < pairs)[None, :]).to(tl.int32), 1)
     tl.store(ORDER + rank, p, mask=is_pair)
     tl.store(STARTS + (p - pairs), rank, mask=(p >= pairs) & (p - pairs <= COUNT))
@@ -410,7 +423,11 @@ def add_products_kernel(
     across: tl.constexpr = (WIDE + B - 1) // B
     tiles: tl.constexpr = (HIGH + B - 1) // B * across
     e, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    o_m, o_n, o_k = tile // across * B + tl.arange(0, B), tile % across * B + tl.arange(0, B), tl.arange(0, BK)
+    o_m, o_n, o_k = (
+        tile // across * B + tl.arange(0, B),
+        tile % across * B + tl.arange(0, B),
+        tl.arange(0, BK),
+    )
     m_m, m_n = o_m < HIGH, o_n < WIDE
     p_out = OUT + (e.to(tl.int64) * HIGH + o_m[:, None]) * WIDE + o_n[None, :]
     m_out = m_m[:, None] & m_n[None, :]

@@ -1,7 +1,7 @@
 """Router of a mixture on the GPU, in portable Triton: experts, weights and the gradient of the logits.
 
-    experts[t] = the top_k largest of x[t], equal ones by index      softmax: p = exp2((x - max) * log2 e) / sum
-    weights[t, s] = p[experts[t, s]], or that over the slots' sum    sigmoid: p = 1 / (1 + exp2(-x * log2 e))
+    experts[t] = the top_k largest of x[t], equal ones by index    softmax: p = exp2((x - max) * log2 e) / sum
+    weights[t, s] = p[experts[t, s]], or that over their sum       sigmoid: p = 1 / (1 + exp2(-x * log2 e))
 
 Logits are bfloat16 or float16, weights float32. Experts are chosen by integers that order their logits. A sum
 over all experts pairs neighbours, one over slots takes them in order. Free of bits: rows of a program and
@@ -48,7 +48,7 @@ def launch(kernel, logits, experts, *arguments):
     )
 
 
-# ---- Entry points. Tensors on one device: logits [T, E] in 16 bits, weights float32 and experts int32 [T, k].
+# ---- Entry points. Tensors on one device: logits [T, E], weights float32 and experts int32 [T, k].
 
 
 def moe_router(logits, by_sigmoid, renormalize, weights, experts):
@@ -160,7 +160,11 @@ def moe_router_backward_kernel(
     x = tl.load(LOGITS + o_t[:, None] * sx_t + o_j[None, :], mask=m_t[:, None] & m_j[None, :], other=0.0)
     x = x.to(tl.float32)
     projected = tl.zeros((R,), tl.float32)
-    given, weight, taken = tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.float32), tl.zeros((R, W), tl.int1)
+    given, weight, taken = (
+        tl.zeros((R, W), tl.float32),
+        tl.zeros((R, W), tl.float32),
+        tl.zeros((R, W), tl.int1),
+    )
     for s in tl.static_range(K):
         w = tl.load(WEIGHTS + o_t * sw_t + s, mask=m_t, other=0.0)
         d = tl.load(DWEIGHTS + o_t * sd_t + s, mask=m_t, other=0.0)
@@ -178,7 +182,9 @@ def moe_router_backward_kernel(
     elif RENORMALIZE:
         g = tl.where(taken, weight * g, 0.0)
     else:
-        largest = tl.load(LOGITS + o_t * sx_t + first, mask=m_t & (first >= 0) & (first < COUNT), other=0.0).to(tl.float32)
+        largest = tl.load(
+            LOGITS + o_t * sx_t + first, mask=m_t & (first >= 0) & (first < COUNT), other=0.0
+        ).to(tl.float32)
         powers = tl.where(m_j[None, :], tl.exp2((x - largest[:, None]) * LOG2E), 0.0)
         g = tl.div_rn(powers, tl.broadcast_to(paired(powers, R, W)[:, None], (R, W))) * g
     out = canonical(g, DLOGITS.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""The router of a mixture in float64, with its gradient; and torch's, to measure our error by. Needs torch."""
+"""The router of a mixture in float64, with its gradient; and torch's, to measure our error. Needs torch."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,7 @@ from kernelbraid.ops.oracle import evaluate
 from kernelbraid.ops.problem import Problem, Rows
 
 
-def moe_router(
-    logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool
-) -> tuple[Tensor, Tensor]:
+def moe_router(logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Weights and indices [T, top_k] of the largest logits [T, E]; equal ones by index, NaN last."""
     lost = torch.isnan(logits).to(torch.int8)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices

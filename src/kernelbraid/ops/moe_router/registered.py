@@ -56,9 +56,7 @@ def route(logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool) -> tu
     check(logits, top_k)
     weights, experts = _empty(logits, top_k)
     if logits.numel():
-        _call(
-            "moe_router", logits.device, logits, int(by_sigmoid), int(renormalize), weights, experts
-        )
+        _call("moe_router", logits.device, logits, int(by_sigmoid), int(renormalize), weights, experts)
     return weights, experts
 
 
@@ -145,9 +143,7 @@ class MoeRouter(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-def route_with_grad(
-    logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool
-) -> tuple[Tensor, Tensor]:
+def route_with_grad(logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool) -> tuple[Tensor, Tensor]:
     """`route`, recorded by autograd."""
     found: tuple[Tensor, Tensor] = MoeRouter.apply(logits, top_k, by_sigmoid, renormalize)  # type: ignore[no-untyped-call]
     return found
