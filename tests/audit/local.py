@@ -59,7 +59,7 @@ class LocalRunner:
 
 
 def poisoned(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    """An array of NaNs with random payloads (every byte pattern starts 0x7fc or 0xffc), or of random integers."""
+    """An array of NaNs with random payloads (bytes start 0x7fc or 0xffc), or of random integers."""
     if dtype == "int32":
         return rng.integers(-(2**31), 2**31, shape, np.int32)
     assert dtype == "float32", dtype

@@ -65,7 +65,8 @@ CONTROLS = (
         (
             (
                 DX,
-                "        if order[first] % 2:\n            chain(gate_up[expert].T[:, ::-1], block[::-1], found)\n"
+                "        if order[first] % 2:\n"
+                "            chain(gate_up[expert].T[:, ::-1], block[::-1], found)\n"
                 f"        else:\n    {DX}",
             ),
         ),

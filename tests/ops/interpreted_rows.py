@@ -1,7 +1,7 @@
 """Triton kernels of an operator on rows on a CPU: `python interpreted_rows.py NAME DTYPE AXIS=VALUE ...`.
 
-As `interpreted.py`, whose repairs of Triton's interpreter it uses. Prints a JSON object: for each relation the
-elements compared and unequal, for each quantity the distance to float64.
+As `interpreted.py`, whose repairs of Triton's interpreter it uses. Prints a JSON object: for each relation
+the elements compared and unequal, for each quantity the distance to float64.
 """
 
 import json

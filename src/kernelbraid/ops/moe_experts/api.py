@@ -24,7 +24,7 @@ def moe_experts(
     """Add, for each token, the gated MLPs of its chosen experts, each times its weight.
 
     Differentiable once in x, weights, gate_up and down, under `torch.compile` and activation checkpointing
-    too. A slot whose expert is none of 0 .. E - 1 adds nothing, so that a rank may hold a part of the experts.
+    too. A slot whose expert is none of 0 .. E - 1 adds nothing: a rank may hold a part of the experts.
 
     Args:
         x: [..., H], float32 on the CPU, bfloat16 or float16 on a GPU; at most 131072 rows.
@@ -36,16 +36,16 @@ def moe_experts(
         activation: must be None: the contract covers swiglu alone.
 
     Returns:
-        [..., H] in the dtype of x. On a GPU the activation is rounded to it once; products with `down`, weights
-        and the sum over slots stay in float32, and the sum is rounded once.
+        [..., H] in the dtype of x. On a GPU the activation is rounded to it once; products with `down`,
+        weights and the sum over slots stay in float32, and the sum is rounded once.
 
     Raises:
         ValueError: an argument lies outside the contract; the message names it and its limit.
         RuntimeError: the GPU is older than sm_80, the installed implementation changed since it was promoted,
             or a gradient is differentiated again.
 
-    Bits: contract `moe_experts` 1. A row's bits depend on the row, its weights and its experts alone, whatever
-        others chose; gradients of gate_up and down add an expert's tokens in the order of the rows of x.
+    Bits: contract `moe_experts` 1. A row's bits depend on the row, its weights and its experts alone,
+        whatever others chose; gradients of gate_up and down add an expert's tokens in the order of the rows of x.
     """
     if bias is not None or activation is not None:
         refuse_features(CONTRACT, bias=bias, activation=activation)

@@ -1,10 +1,12 @@
 """Experts of a mixture on the GPU, in portable Triton: forward and gradients, bfloat16 or float16.
 
-    out[t] = round16(sum_s w[t, s] * down[e] @ round16(silu(gate[e] @ x[t]) * (up[e] @ x[t])))    e = experts[t, s]
+    a = round16(silu(gate[e] @ x[t]) * (up[e] @ x[t]))    out[t] = round16(sum_s w[t, s] * down[e] @ a)
+
+where e = experts[t, s].
 
 Pairs (token, slot) are sorted by expert, stably and with integers alone; products run over tiles of rows of
-one expert. Every product is one chain of the matrix unit along K, so that neither the tile, nor its warps, nor
-what else is in it can change a bit; README.md has the order of every sum. Fusion is off: what is fused is
+one expert. Every product is one chain of the matrix unit along K: neither the tile, nor its warps, nor what
+else is in it can change a bit; README.md has the order of every sum. Fusion is off: what is fused is
 written so.
 """
 
@@ -198,7 +200,7 @@ def multiply(
     gated=False,
     transposed=False,
 ):
-    """out = rows @ matrices[e]^T, or without transposing; rows and out by place, token (gather), pair (scatter)."""
+    """out = rows @ matrices[e]^T, or not transposed; rows by place or token (gather), out by place or pair."""
     count, high, wide = matrices.shape
     depth, columns = (high, wide) if transposed else (wide, high)
     columns = columns // 2 if gated else columns
@@ -227,7 +229,7 @@ def combine(y, weights, experts, out, count):
 
 
 def add_products(first, second, order, groups, starts, out, top_k, accumulate, *, left=False, right=False):
-    """out[e] (+)= the sum over e's pairs of the outer products of two rows; `left`, `right`: rows by token."""
+    """out[e] (+)= the sum over e's pairs of outer products of two rows; `left`, `right`: rows by token."""
     count, high, wide = out.shape
     tile = MATRIX_TILE if min(high, wide) >= 128 else 32
     tiles = triton.cdiv(high, tile) * triton.cdiv(wide, tile)

@@ -1,4 +1,4 @@
-"""Experts of a mixture in float64, with gradients; and by torch's products, to measure our error by. Needs torch."""
+"""Experts of a mixture in float64, with gradients; and the vendor's, to measure our error by. Needs torch."""
 
 import torch
 from torch import Tensor

@@ -141,10 +141,10 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     if not any(needed):
         return (None,) * 5
-    x, *others = ctx.saved_tensors
+    x, weights, experts, gate_up, down = ctx.saved_tensors
     recorded = is_traced(x) or torch.is_grad_enabled()
     function = moe_experts_backward if recorded else differentiate
-    found = iter(function(x, *others, rows_contiguous(dout), needed))
+    found = iter(function(x, weights, experts, gate_up, down, rows_contiguous(dout), needed))
     dx, dweights, dgate_up, ddown = (next(found) if need else None for need in needed)
     return dx, dweights, None, dgate_up, ddown
 

@@ -1,4 +1,4 @@
-"""Contracts, workloads and costs of a mixture's experts. README.md derives the orders; this file states them."""
+"""Contracts, workloads and costs of a mixture's experts. README.md derives the orders; this states them."""
 
 from dataclasses import replace
 from functools import partial
@@ -84,10 +84,10 @@ FORM = RowForm(
 # ---- Loads.
 
 
-def distinct(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> Array:
+def distinct(rng: np.random.Generator, size: tuple[int, ...], experts: int) -> Array:
     """Indices of neighbouring experts from a random one on: every expert as likely as any other."""
-    first = rng.integers(0, experts, (tokens, 1))
-    return np.asarray((first + np.arange(top_k)) % experts, np.int32)
+    first = rng.integers(0, experts, (size[0], 1))
+    return np.asarray((first + np.arange(size[1])) % experts, np.int32)
 
 
 def draw(shape: ProblemShape, rng: np.random.Generator, *, dtypes: tuple[str, ...]) -> Problem:
@@ -100,7 +100,7 @@ def draw(shape: ProblemShape, rng: np.random.Generator, *, dtypes: tuple[str, ..
     for request in problem.requests:
         chosen = request["experts"]
         if shape.kind == "normal":
-            chosen[...] = distinct(rng, *chosen.shape, axes["experts"])
+            chosen[...] = distinct(rng, chosen.shape, axes["experts"])
         elif shape.kind == "heavy_tailed":
             chosen[:] = axes["experts"] - 1
         elif shape.kind in ("signed_zeros", "saturated"):
@@ -122,7 +122,7 @@ def timed(
     """`RowForm.timed`, every token with experts of its own kind: as many as it has slots, if there are."""
     program = FORM.timed(workload, rng, variants, pool_bytes, contiguous=contiguous, dtype=dtype)
     axes = _integers(workload)
-    chosen = distinct(rng, *program.inputs["experts"].shape, axes["experts"])
+    chosen = distinct(rng, program.inputs["experts"].shape, axes["experts"])
     return replace(program, inputs={**program.inputs, "experts": chosen})
 
 
@@ -154,7 +154,7 @@ CONTRACT = Contract(
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
             "exp2",
-            "t = x + 12582912; r = x - (t - 12582912); p = polynomial of r by Horner with fma; p times 2^n with "
+            "t = x + 12582912; r = x - (t - 12582912); p = polynomial of r by Horner with fma; p times 2^n, "
             "n from the bits of t; 0 below -125, infinity above 127",
             (
                 (
@@ -181,12 +181,13 @@ CONTRACT = Contract(
         ),
         (
             "dx",
-            "rows of gate, then of up ascending: g = fma(gate_up[e, i, j], dblock[i], g); slots ascending: o + g",
+            "rows of gate, then of up ascending: g = fma(gate_up[e, i, j], dblock[i], g); then slots "
+            "ascending: o + g",
         ),
         (
             "dgate_up, ddown",
-            "pairs of an expert, tokens ascending, then slots, from +0 or from what is there: g = fma(dblock, "
-            "x, g); g = fma(dout, a * w, g)",
+            "pairs of an expert, tokens ascending, then slots, from +0 or from what is there: g = fma("
+            "dblock, x, g); g = fma(dout, a * w, g)",
         ),
     ),
     special_values=SPECIAL_VALUES,
@@ -245,8 +246,8 @@ CUDA_CONTRACT = Contract(
         (
             "dgate_up, ddown",
             "tokens of a call in blocks of token_block from its first; an expert's pairs of a block, tokens "
-            "ascending, then slots, filled up with zeros to a multiple of 16; chain over the blocks, from +0 or "
-            "from what is there, of dgate, dup and x, of dout and round16(a * w); + 0 at the store",
+            "ascending, then slots, filled up with zeros to a multiple of 16; chain over the blocks, from "
+            "+0 or from what is there, of dgate, dup and x, of dout and round16(a * w); + 0 at the store",
         ),
     ),
     special_values=SPECIAL_VALUES,

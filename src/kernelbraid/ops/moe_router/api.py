@@ -25,7 +25,7 @@ def moe_router(
     Weights are differentiable once in logits, under `torch.compile` and activation checkpointing too.
 
     Args:
-        logits: [..., E], float32 on the CPU, bfloat16 or float16 on a GPU; at most 131072 rows of 512 experts.
+        logits: [..., E], float32 on the CPU, bfloat16 or float16 on a GPU; E up to 512, 131072 rows.
         top_k: experts of a token, 1 to 16, at most E.
         scoring: "softmax" over all experts, or "sigmoid" of each.
         renormalize: divide the weights of a token by their sum.
@@ -34,7 +34,7 @@ def moe_router(
 
     Returns:
         weights: [..., top_k] float32, in descending order; not rounded to the dtype of logits.
-        experts: [..., top_k] int32, their indices; of equal logits the lower index comes first, NaN comes last.
+        experts: [..., top_k] int32, indices; of equal logits the lower index comes first, NaN comes last.
 
     Raises:
         ValueError: an argument lies outside the contract; the message names it and its limit.

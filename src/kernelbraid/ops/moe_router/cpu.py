@@ -1,9 +1,9 @@
 """Router of a mixture on the CPU: chosen experts, their weights and the gradient of the logits, float32.
 
-    experts[t] = the top_k largest of x[t], equal ones by index      softmax: p = exp2((x - max) * log2 e) / sum
-    weights[t, s] = p[experts[t, s]], or that over the slots' sum    sigmoid: p = 1 / (1 + exp2(-x * log2 e))
+    experts[t] = the top_k largest of x[t], equal ones by index    softmax: p = exp2((x - max) * log2 e) / sum
+    weights[t, s] = p[experts[t, s]], or that over their sum       sigmoid: p = 1 / (1 + exp2(-x * log2 e))
 
-Experts are chosen by their logits, compared as integers, so that no rounding decides. The order of every sum is
+Experts are chosen by their logits, compared as integers, so that no rounding decides. The order of sums is
 README.md's: over all experts LANES partial sums added by halving, over slots one after the other. A task is
 some rows, so that no schedule can change a bit.
 """

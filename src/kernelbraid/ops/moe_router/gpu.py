@@ -1,7 +1,7 @@
 """Router of a mixture on the GPU, in portable Triton: experts, weights and the gradient of the logits.
 
-    experts[t] = the top_k largest of x[t], equal ones by index      softmax: p = exp2((x - max) * log2 e) / sum
-    weights[t, s] = p[experts[t, s]], or that over the slots' sum    sigmoid: p = 1 / (1 + exp2(-x * log2 e))
+    experts[t] = the top_k largest of x[t], equal ones by index    softmax: p = exp2((x - max) * log2 e) / sum
+    weights[t, s] = p[experts[t, s]], or that over their sum       sigmoid: p = 1 / (1 + exp2(-x * log2 e))
 
 Logits are bfloat16 or float16, weights float32. Experts are chosen by integers that order their logits. A sum
 over all experts pairs neighbours, one over slots takes them in order. Free of bits: rows of a program and
@@ -48,7 +48,7 @@ def launch(kernel, logits, experts, *arguments):
     )
 
 
-# ---- Entry points. Tensors on one device: logits [T, E] in 16 bits, weights float32 and experts int32 [T, k].
+# ---- Entry points. Tensors on one device: logits [T, E], weights float32 and experts int32 [T, k].
 
 
 def moe_router(logits, by_sigmoid, renormalize, weights, experts):

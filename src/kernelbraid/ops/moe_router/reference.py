@@ -1,4 +1,4 @@
-"""The router of a mixture in float64, with its gradient; and torch's, to measure our error by. Needs torch."""
+"""The router of a mixture in float64, with its gradient; and torch's, to measure our error. Needs torch."""
 
 import torch
 from torch import Tensor

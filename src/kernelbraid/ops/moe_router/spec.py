@@ -143,7 +143,7 @@ CONTRACT = Contract(
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
             "exp2",
-            "t = x + 12582912; r = x - (t - 12582912); p = polynomial of r by Horner with fma; p times 2^n with "
+            "t = x + 12582912; r = x - (t - 12582912); p = polynomial of r by Horner with fma; p times 2^n, "
             "n from the bits of t; 0 below -125, infinity above 127",
             (
                 (
@@ -160,8 +160,8 @@ CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: l and "
-            "l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
+            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: l "
+            "and l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
         ),
         *GRADIENT,
     ),
@@ -198,8 +198,8 @@ CUDA_CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, then the "
-            "sums in the same way; e[slot] / L",
+            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, then "
+            "the sums in the same way; e[slot] / L",
         ),
         *GRADIENT,
     ),
