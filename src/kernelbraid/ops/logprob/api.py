@@ -28,8 +28,8 @@ def logprob(
     Log-probabilities and entropies are differentiable once in x and weight, under `torch.compile` and
     activation checkpointing too. Memory beside inputs and results: forward, 12 bytes for every block of 128
     logits of at most 4096 tokens on the CPU and 8192 on a GPU (at a vocabulary of 151936: 58 and 117 MB);
-    backward, the gradients of the logits of a piece of tokens, at most 32 MiB or 64 tokens on the CPU, 512 MiB
-    or 128 tokens on a GPU, and dweight in float32.
+    backward, the gradients of the logits of a piece of tokens, at most 32 MiB or 64 tokens on the CPU, 512
+    MiB or 128 tokens on a GPU, and dweight in float32.
 
     Args:
         x: hidden states [..., width], float32 on the CPU, bfloat16 or float16 on a GPU; at most 131072 rows.
