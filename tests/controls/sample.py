@@ -59,14 +59,9 @@ CONTROLS = (
         (other_numbers("tokens.size <= 16"),),
     ),
     Control(
-        "ties of top-k go to the last",
+        "top-p stops short of its mass",
         "implementations_agree/update",
-        (
-            (
-                "            ties -= 1\n        if keys[v] < key",
-                "            ties -= 0\n        if keys[v] < key",
-            ),
-        ),
+        (("(mass - above + own - 1) // own", "(mass - above) // own"),),
     ),
     Control(
         "nine rounds of Philox",

@@ -26,10 +26,10 @@ def logprob(
     """Log-probability of each token's target under softmax(x @ weight.T / temperature), without the logits.
 
     Log-probabilities and entropies are differentiable once in x and weight, under `torch.compile` and
-    activation checkpointing too. Memory beside inputs and results: forward, 12 bytes for every block of logits
-    of at most 4096 tokens on the CPU and 8192 on a GPU (at a vocabulary of 151936: 58 and 117 MB); backward,
-    the gradients of the logits of a piece of tokens, 32 MiB on the CPU and 512 MiB on a GPU, and dweight in
-    float32.
+    activation checkpointing too. Memory beside inputs and results: forward, 12 bytes for every block of 128
+    logits of at most 4096 tokens on the CPU and 8192 on a GPU (at a vocabulary of 151936: 58 and 117 MB);
+    backward, the gradients of the logits of a piece of tokens, at most 32 MiB or 64 tokens on the CPU, 512
+    MiB or 128 tokens on a GPU, and dweight in float32.
 
     Args:
         x: hidden states [..., width], float32 on the CPU, bfloat16 or float16 on a GPU; at most 131072 rows.
@@ -40,8 +40,8 @@ def logprob(
         temperature: logits are multiplied by float32(1 / temperature); above 1e-5, at most 1e5.
         return_entropy: return also the entropies of the whole distributions.
         return_lse: return also the log-sum-exps of the scaled logits, which have no gradient.
-        weight_grad: float32 [vocabulary, width] to which backward adds the gradient of weight, which then gets
-            none of its own; eager calls only.
+        weight_grad: float32 [vocabulary, width] to which backward adds the gradient of weight, which then
+            gets none of its own; eager calls only.
         bias: must be None: the contract does not cover a bias.
         softcap: must be None: the contract does not cover capped logits.
 

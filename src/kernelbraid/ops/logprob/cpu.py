@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llvmlite import ir
-from numba import boolean, float32, int32, int64, njit, types
+from numba import boolean, float32, int64, njit, types
 from numba.extending import intrinsic
 
 BLOCK = 128
@@ -410,7 +410,7 @@ def see_block(x, weight, targets, numbers, partials, chosen, counters, scratches
     """Partial sums of blocks until none is left, and the scaled logit of each token's target."""
     if not keeps_denormals(probe):
         return False
-    (tokens, width), vocabulary = x.shape, weight.shape[0]
+    tokens, vocabulary = x.shape[0], weight.shape[0]
     scratch = aligned(scratches, counters)
     scores, panels = scratch[: ROWS * BLOCK].reshape(ROWS, BLOCK), scratch[ROWS * BLOCK :]
     while True:

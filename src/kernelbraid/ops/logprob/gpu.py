@@ -7,8 +7,8 @@
 
 A logit is one chain of the matrix unit over ascending k, in float32 and never in memory. BLOCK logits are
 reduced by pairing neighbours, and blocks by pairing again. Gradients recompute the logits of a piece of
-tokens and keep the gradients of the piece's logits, in 16 bits: dx adds spans of SPAN rows of w in order, each
-a chain from +0; dweight is one chain over the tokens of a call in order. Free of bits: tiles of tokens,
+tokens and keep the gradients of the piece's logits, in 16 bits: dx adds spans of SPAN rows of w in order,
+each a chain from +0; dweight is one chain over the tokens of a call in order. Free of bits: tiles of tokens,
 warps, stages, which operand is which, pieces. Fusion is off: what is fused is written so.
 """
 

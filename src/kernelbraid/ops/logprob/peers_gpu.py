@@ -1,5 +1,8 @@
-"""What a benchmark runs beside ours on a GPU: torch's linear layer, log-softmax and gather; and Liger-Kernel's
-fused linear cross entropy, which computes its gradients in its forward."""
+"""What a benchmark runs beside ours on a GPU.
+
+torch's linear layer, log-softmax and gather; and Liger-Kernel's fused linear cross entropy, which computes
+its gradients in its forward.
+"""
 
 from typing import Any
 

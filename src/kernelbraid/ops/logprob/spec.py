@@ -1,4 +1,5 @@
-"""Contracts, workloads and costs of log-probabilities. README.md derives the orders; this file states them."""
+"""Contracts, workloads and costs of log-probabilities: README.md derives the orders, this file states "
+"them."""
 
 from functools import partial
 
@@ -104,12 +105,15 @@ CONTRACT = Contract(
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
             "exp2",
-            "of x <= 0: t = x + 12582912, f = x - (t - 12582912), Horner's rule by fma, times 2^t; 0 below -125",
+            "of x <= 0: t = x + 12582912, f = x - (t - 12582912), Horner's rule by fma, times 2^t; "
+            "0 below -125",
             (
                 (
                     "exp2",
-                    ("1p0", "1.62e432p-1", "1.ebfbe2p-3", "1.c6ae72p-5", "1.3b270ep-7", "1.5f7276p-10")
-                    + ("1.470b48p-13",),
+                    (
+                        *("1p0", "1.62e432p-1", "1.ebfbe2p-3", "1.c6ae72p-5", "1.3b270ep-7"),
+                        *("1.5f7276p-10", "1.470b48p-13"),
+                    ),
                 ),
             ),
         ),
@@ -124,27 +128,31 @@ CONTRACT = Contract(
         (
             "block",
             "columns of `block`, filled up with -inf: m = max s, b = m or 0 if -inf, u = s - b, "
-            "w = exp2(u * log2 e); L = sum w and E = sum w * u (nothing where w is 0): lane l adds columns l, "
-            "l + 16, ... from +0, lanes are added by halving: l and l + 8, l + 4, l + 2, l + 1",
+            "w = exp2(u * log2 e); L = sum w and E = sum w * u (nothing where w is 0): lane l adds columns "
+            "l, l + 16, ... from +0, lanes are added by halving: l and l + 8, l + 4, l + 2, l + 1",
         ),
         (
             "row",
-            "M = max m, B = M or 0 if -inf, a = exp2((m - B) * log2 e); lane l adds blocks l, l + 16, ... from "
+            "M = max m, B = M or 0 if -inf, a = exp2((m - B) * log2 e); lane l adds blocks l, l + 16, ... "
+            "from "
             "+0: L = fma(L', a, L), E = fma(fma(L', b - B, E'), a, E); lanes by halving as above",
         ),
         ("lse, entropy, logprob", "fma(log2 L, ln 2, M); fma(log2 L, ln 2, 0 - E / L); s[target] - lse"),
         (
             "gradient of a logit",
-            "u = s - lse, p = exp2(min(u * log2 e, 0)), g = p * fma(dentropy, u + entropy, dlogprob) or 0 if p "
+            "u = s - lse, p = exp2(min(u * log2 e, 0)), g = p * fma(dentropy, u + entropy, dlogprob) or 0 "
+            "if p "
             "is 0; -g, at the target dlogprob - g; times c",
         ),
         (
             "dx",
-            "blocks in order: each a chain by fma from +0 over its rows of the weight, added to the total from +0",
+            "blocks in order: each a chain by fma from +0 over its rows of the weight, added to the total "
+            "from +0",
         ),
         (
             "dweight",
-            "tokens of a call in blocks of 64 from its first: each a chain by fma from +0 in order, added to the "
+            "tokens of a call in blocks of 64 from its first: each a chain by fma from +0 in order, added "
+            "to the "
             "total, from +0 or from what is there",
         ),
     ),
@@ -200,12 +208,14 @@ CUDA_CONTRACT = Contract(
         ("lse, entropy, logprob", "fma(log2 L, ln 2, M); fma(log2 L, ln 2, 0 - E / L); s[target] - lse"),
         (
             "gradient of a logit",
-            "u = s - lse, p = exp2(min(u * log2 e, 0)), g = p * fma(dentropy, u + entropy, dlogprob) or 0 if p "
+            "u = s - lse, p = exp2(min(u * log2 e, 0)), g = p * fma(dentropy, u + entropy, dlogprob) or 0 "
+            "if p "
             "is 0; -g, at the target dlogprob - g; times c; rounded to 16 bits",
         ),
         (
             "dx",
-            "rows of the weight in spans of 2048: each a chain of the matrix unit from +0, added in order to the "
+            "rows of the weight in spans of 2048: each a chain of the matrix unit from +0, added in order "
+            "to the "
             "total, from +0",
         ),
         ("dweight", "tokens of a call in order: one chain of the matrix unit from +0 or from what is there"),

@@ -29,18 +29,20 @@ def sample(
 ) -> Tensor:
     """Draw a token a row, from random numbers that belong to (seed, sample, position) of the row alone.
 
-    Everything but logits is a number for all rows, or a tensor [...] with one for each. Cuts apply in the order
-    min-p, top-k, top-p, each to what is left, after the temperature. Tensors' values are checked on the CPU
-    only; on a GPU every value has a meaning, stated in the contract.
+    Everything but logits is a number for all rows, or a tensor [...] with one for each. Cuts apply in the
+    order min-p, top-k, top-p, each to what is left, after the temperature. Tensors' values are checked on the
+    CPU only; on a GPU every value has a meaning, stated in the contract.
 
     Args:
         logits: [..., vocabulary] float32, such as those of `head_logits`; at most 131072 rows.
         seeds: any int64: that of a request's prompt.
         positions: of the token in its sequence, not negative, int32.
         samples: which of a prompt's completions it belongs to, not negative, int32.
-        temperature: logits are multiplied by float32(1 / temperature), as in `logprob`; 0 is greedy, at most 1e5.
+        temperature: logits are multiplied by float32(1 / temperature), as in `logprob`; 0 is greedy, at most
+            1e5.
         top_k: keep the largest top_k logits, ties by index; 0 keeps all.
-        top_p: keep the fewest tokens whose probabilities reach top_p of what is left; above 0, 1 keeps all.
+        top_p: keep the fewest tokens whose probabilities reach top_p of what is left; above 0, 1 keeps
+            all.
         min_p: keep tokens at least min_p times as probable as the most probable; from 0 to 1.
         penalties: must be None: the contract does not cover penalties.
         generator: must be None: there is no stream of random numbers.
@@ -50,10 +52,11 @@ def sample(
 
     Raises:
         ValueError: an argument lies outside the contract; the message names it and its limit.
-        RuntimeError: the GPU is older than sm_80, or the installed implementation changed since it was promoted.
+        RuntimeError: the GPU is older than sm_80, or the installed implementation changed since it was
+            promoted.
 
-    Bits: contract `sample` 1. A token depends on its row and the numbers given for it alone: not on the batch,
-        its size or order.
+    Bits: contract `sample` 1. A token depends on its row and the numbers given for it alone: not on the
+        batch, its size or order.
     """
     if penalties is not None or generator is not None:
         refuse_features(CONTRACT, penalties=penalties, generator=generator)

@@ -1,13 +1,13 @@
 """Next tokens drawn from logits on the GPU, in portable Triton: greedy, temperature, min-p, top-k, top-p.
 
-    s[v] = l[v] * c + 0                                   c = 1 / temperature; not positive or infinite: greedy
+    s[v] = l[v] * c + 0                           c = 1 / temperature; not positive or infinite: greedy
     q[v] = floor(2^40 * exp(s[v] - max s))                an integer
     token = first v in the vocabulary's order with q[0] + ... + q[v] > floor(r * sum q / 2^64)
 
-r is the first 64 bits of Philox 4x32-10, whose key is the seed and whose counter is the position and the number
-of the sample. What is cut off has q = 0: see README.md. All sums are sums of integers, which have no order, so
-that blocks and warps are free. A program is a row; cuts search the key of the last token that they keep by two
-bits at a time, and rows without cuts skip the search. Fusion is off.
+r is the first 64 bits of Philox 4x32-10, whose key is the seed and whose counter is the position and the
+number of the sample. What is cut off has q = 0: see README.md. All sums are sums of integers, which have no
+order, so that blocks and warps are free. A program is a row; cuts search the key of the last token that they
+keep by two bits at a time, and rows without cuts skip the search. Fusion is off.
 """
 
 import triton

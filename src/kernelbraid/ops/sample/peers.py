@@ -13,9 +13,9 @@ def torch_sample(
 ) -> Tensor:
     """The same cuts in the same order; random numbers of torch's stream."""
     given = (logits, inverse_temperature, top_k, top_p, min_p)
-    l, c, k, p, m = (torch.from_numpy(np.ascontiguousarray(each)) for each in given)
-    ordered, index = (l * c.clamp(min=1e-3)[:, None]).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(l.shape[1])
+    rows, c, k, p, m = (torch.from_numpy(np.ascontiguousarray(each)) for each in given)
+    ordered, index = (rows * c.clamp(min=1e-3)[:, None]).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(rows.shape[1])
     kept = (ordered - ordered[:, :1]).exp() >= m.clamp(max=1)[:, None]
     kept &= (rank < k[:, None]) | (k <= 0)[:, None]
     weights = torch.softmax(ordered.masked_fill(~kept, -torch.inf), -1)

@@ -76,7 +76,8 @@ RULES = (
     ("top-k, second", "the first top_k of what is left, if 0 < top_k < vocabulary"),
     (
         "top-p, third",
-        "of what is left, the shortest prefix with sum q >= max(1, int64(float64(top_p) * float64(sum q))), if "
+        "of what is left, the shortest prefix with sum q >= max(1, int64(float64(top_p) * float64(sum q))), "
+        "if "
         "top_p < 1: the probabilities are renormalised after min-p and top-k",
     ),
     (
@@ -91,7 +92,7 @@ SPECIAL_VALUES = (
     ("logits of +inf", "they share the whole probability"),
     ("no logit above -inf", "token 0"),
     ("NaN", "a NaN logit counts as -inf; a NaN top_p or min_p cuts nothing, a NaN temperature is greedy"),
-    ("small weights", "below 2^-40 of the largest, a logit 27.7 below it, a token has probability 0"),
+    ("small weights", "below 2^-40 of the largest, a logit 27.8 below it, a token has probability 0"),
     ("signed zeros", "equal"),
 )
 
