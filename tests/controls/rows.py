@@ -5,7 +5,6 @@ from importlib import import_module
 
 from kernelbraid import ops
 
-OPERATORS = (
     "linear",
     "rms_norm",
     "add_rms_norm",
@@ -18,7 +17,20 @@ OPERATORS = (
     "logprob",
     "sample",
 )
-OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm", "rope", "qk_norm_rope_cache")
+OPERATORS = (
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "qk_norm",
+    "rope",
+    "qk_norm_rope_cache",
+    "swiglu",
+    "embedding",
+    "moe_router",
+    "moe_experts",
+    "logprob",
+    "sample",
+)
 """Operators on rows; each has a file of controls beside this one, CONTROLS and AXES."""
 
 
