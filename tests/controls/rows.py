@@ -5,18 +5,6 @@ from importlib import import_module
 
 from kernelbraid import ops
 
-    "linear",
-    "rms_norm",
-    "add_rms_norm",
-    "qk_norm",
-    "rope",
-    "swiglu",
-    "embedding",
-    "moe_router",
-    "moe_experts",
-    "logprob",
-    "sample",
-)
 OPERATORS = (
     "linear",
     "rms_norm",

@@ -104,6 +104,7 @@ def attend_paged(
     k_cache: Tensor,
     v_cache: Tensor,
     batch: Paged,
+    positions: Tensor,
 ) -> Attend:
     """What a layer of the rollout does between its projections: it also writes the cache."""
     where = {
@@ -114,14 +115,16 @@ def attend_paged(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = qk_norm_rope_cache(
-            *(q, k, v, tables.cos, tables.sin, k_cache, v_cache),
+            *(q, k, v, positions, tables.cos, tables.sin, k_cache, v_cache),
             **where,
             q_weight=weights.q_norm,
             k_weight=weights.k_norm,
             eps=config.eps,
         )
         return paged_attention(
-            *(q, k_cache, v_cache),
+            q,
+            k_cache,
+            v_cache,
             **where,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
@@ -175,8 +178,8 @@ def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of one projection's rows."""
     counts = (config.query_heads, config.kv_heads, config.kv_heads)
     parts = torch.split(qkv, [count * config.head_dim for count in counts], dim=1)
-    q, k, v = (part.unflatten(1, (count, config.head_dim)) for part, count in zip(parts, counts, strict=True))
-    return q, k, v
+    heads = [part.view(-1, count, config.head_dim) for part, count in zip(parts, counts, strict=True)]
+    return heads[0], heads[1], heads[2]
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -184,3 +187,10 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1
     return index - cu_seqlens[sequence]
+
+
+def paged_positions(batch: Paged, tokens: int) -> Tensor:
+    """Position of each new token in its request, [T] int32, without waiting for a device."""
+    index = torch.arange(tokens, device=batch.cu_seqlens_q.device, dtype=torch.int32)
+    request = torch.searchsorted(batch.cu_seqlens_q, index, right=True) - 1
+    return index - batch.cu_seqlens_q[request + 1] + batch.seqlens_k[request]

@@ -17,6 +17,7 @@ from kernelbraid.models.layer import (
     attend_paged,
     layer,
     packed_positions,
+    paged_positions,
 )
 from kernelbraid.ops.add_rms_norm.api import add_rms_norm
 from kernelbraid.ops.embedding.api import embedding
@@ -88,8 +89,9 @@ class Decoder:
 
     def rollout(self, ids: Tensor, cache: Cache, batch: Paged) -> Tensor:
         """Last hidden states, normed, of new tokens, whose keys and values go into the cache: [T, hidden]."""
+        positions = paged_positions(batch, len(ids))
         attends = [
-            attend_paged(self.config, each, self.tables, cache.k[i], cache.v[i], batch)
+            attend_paged(self.config, each, self.tables, cache.k[i], cache.v[i], batch, positions)
             for i, each in enumerate(self.weights.layers)
         ]
         return self._through(ids, attends)
