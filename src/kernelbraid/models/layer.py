@@ -107,16 +107,13 @@ def attend_paged(
     positions: Tensor,
 ) -> Attend:
     """What a layer of the rollout does between its projections: it also writes the cache."""
-    where = {
-        "page_table": batch.page_table,
-        "cu_seqlens_q": batch.cu_seqlens_q,
-        "seqlens_k": batch.seqlens_k,
-    }
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = qk_norm_rope_cache(
             *(q, k, v, positions, tables.cos, tables.sin, k_cache, v_cache),
-            **where,
+            page_table=batch.page_table,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seqlens_k=batch.seqlens_k,
             q_weight=weights.q_norm,
             k_weight=weights.k_norm,
             eps=config.eps,
@@ -125,7 +122,9 @@ def attend_paged(
             q,
             k_cache,
             v_cache,
-            **where,
+            page_table=batch.page_table,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seqlens_k=batch.seqlens_k,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
         )
