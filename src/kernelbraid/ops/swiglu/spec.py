@@ -237,7 +237,6 @@ SWIGLU_CUDA = Operator(
         Peer("torch", "torch_swiglu", FORWARD),
         Peer("torch", "torch_swiglu_backward", BACKWARD),
         Peer("liger", "liger_swiglu", FORWARD, module="liger_kernel"),
-        Peer("liger", "liger_swiglu_backward", BACKWARD, module="liger_kernel"),
     ),
     peer_file="peers_gpu.py",
     scopes=SCOPES,
