@@ -62,7 +62,7 @@ def test_bits_are_those_of_the_three_operators(dtype, normed, heads, kv, d):
 
 
 def test_a_page_outside_the_cache_is_not_written():
-    q, k, v, about, weights = inputs(9, 3, 64, torch.bfloat16)
+    q, k, v, about, _ = inputs(9, 3, 64, torch.bfloat16)
     places = where()
     places["page_table"] = torch.full_like(places["page_table"], 1 << 30)
     kept = [torch.ones(4, SIZE, 3, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
