@@ -4,19 +4,31 @@ from tests.controls.rows import Control
 
 AXES = {"width": 72}
 
-NORMALIZE = "        r = factor(total[t], eps, lanes)\n"
-ROWWISE = "            out[t, j] = canonical(total[t, j] * r * weight[j])\n"
+NORMALIZE = (
+    "        r = factor(place, width, eps)\n        for j in range(width):\n"
+    "            y[j] = canonical(h[j] * r * w[j])\n"
+)
 HOST = (
     "    share(add_and_normalize, (x, residual, weight, np.float32(eps), out, residual_out), len(x), "
     "threads_of(x))\n"
 )
-DX = "                    dx[t, j] = canonical(fma(r, part, dtotal[t, j]))\n"
+DX = "                    y[j] = canonical(fma(r, part, other[j]))\n"
+PART = (
+    "                    part = fma(-c, a[j] * r, d[j] * w[j])\n"
+    "                    y[j] = canonical(fma(r, part, other[j]))\n"
+)
 BLOCKS = "    for first in range(0, x.shape[0], BLOCK):\n"
+HALVES = "    sums, half = b.select(there, add(sums, *tails), sums), LANES // 2\n    while half:\n"
 
 
 def other_order(condition: str) -> tuple[str, str]:
-    """The sum of squares from the other end where a condition holds."""
-    return NORMALIZE, f"        r = factor(total[t][::-1] if {condition} else total[t], eps, lanes)\n"
+    """The factor loses its last bit where a condition holds."""
+    return (
+        NORMALIZE,
+        NORMALIZE.replace(
+            "eps)\n", f"eps)\n        if {condition}:\n            r = np.nextafter(r, ZERO)\n", 1
+        ),
+    )
 
 
 CALLS = ("LANES = 16\n", "LANES = 16\nCALLS = [0]\n")
@@ -25,26 +37,25 @@ WEIGHT = "        share(differentiate_weight, (x, dout, factors, dweight), x.sha
 
 CONTROLS = (
     Control(
-        "the first call adds in another order",
+        "the first call rounds otherwise",
         "rerun/update",
         (
             CALLS,
             (
                 HOST,
-                "    CALLS[0] += 1\n    turn = -1 if CALLS[0] == 1 else 1\n"
-                + HOST.replace(
-                    "(x, residual, weight,", "(x[:, ::turn], residual[:, ::turn], weight[::turn],"
-                ).replace("out, residual_out)", "out[:, ::turn], residual_out[:, ::turn])"),
+                "    CALLS[0] += 1\n"
+                + HOST
+                + "    if CALLS[0] == 1:\n        np.nextafter(out, np.float32(0), out=out)\n",
             ),
         ),
     ),
     Control(
-        "the order of the sum follows the process",
+        "the factor follows the process",
         "fresh_process/update",
         (("LANES = 16\n", "LANES = 16\n" + FILES), other_order("TURN")),
     ),
     Control(
-        "the order of the sum follows the row's place",
+        "the factor follows the row's place",
         "batch/prefill",
         (other_order("t % 2"),),
     ),
@@ -53,8 +64,11 @@ CONTROLS = (
         "padding/update",
         (
             (
-                ROWWISE,
-                ROWWISE.replace("weight[j])", "weight[j] + ZERO * x[stop - 1, j])"),
+                NORMALIZE,
+                NORMALIZE.replace(
+                    "y[j] = canonical(h[j] * r * w[j])",
+                    "y[j] = canonical(h[j] * r * w[j] + ZERO * x[stop - 1, j])",
+                ),
             ),
         ),
     ),
@@ -78,8 +92,7 @@ CONTROLS = (
             (
                 DX,
                 DX.replace(
-                    "fma(r, part, dtotal[t, j])",
-                    "fma(r, part, dtotal[t, j]) if t % 2 else r * part + dtotal[t, j]",
+                    "fma(r, part, other[j])", "fma(r, part, other[j]) if t % 2 else r * part + other[j]"
                 ),
             ),
         ),
@@ -114,41 +127,38 @@ CONTROLS = (
         "another order under the same bits id",
         "implementations_agree/update",
         (
-            (
-                "    half = LANES // 2\n    while half:\n        for lane in range(half):\n"
-                "            lanes[lane] += lanes[lane + half]\n        half //= 2\n    return lanes[0]\n",
-                "    for lane in range(1, LANES):\n        lanes[0] += lanes[lane]\n    return lanes[0]\n",
-            ),
+            (HALVES, HALVES.replace("LANES // 2", "1").replace("while half", "while half < LANES")),
+            ("        half //= 2\n", "        half *= 2\n"),
         ),
     ),
     Control(
         "the mean leaves an element out",
         "accuracy_out/update",
-        (("halved(lanes) / np.float32(width) + eps", "halved(lanes) / np.float32(width - 1) + eps"),),
+        (
+            (
+                "sum_of_squares(x, width) / np.float32(width)",
+                "sum_of_squares(x, width) / np.float32(width - 1)",
+            ),
+        ),
     ),
     Control(
         "the residual is added twice",
         "accuracy_residual_out/update",
-        (("canonical(x[t, j] + residual[t, j])", "canonical(x[t, j] + residual[t, j] + residual[t, j])"),),
+        (("canonical(a[j] + b[j])", "canonical(a[j] + b[j] + b[j])"),),
     ),
     Control(
         "what comes to the sum from elsewhere is lost",
         "accuracy_dx/backward",
-        ((DX, DX.replace("dtotal[t, j]", "ZERO")),),
+        ((DX, DX.replace("other[j]", "ZERO")),),
     ),
     Control(
         "the gradient lacks its projection",
         "accuracy_dx/backward",
-        ((DX, DX.replace("part", "(dout[t, j] * weight[j])")),),
+        ((PART, PART.replace("fma(-c, a[j] * r, d[j] * w[j])", "d[j] * w[j]")),),
     ),
     Control(
         "the gradient of the weight lacks the factor",
         "accuracy_dweight/backward",
-        (
-            (
-                "part[j] = fma(dout[t, start + j], x[t, start + j] * r, part[j])",
-                "part[j] = fma(dout[t, start + j], x[t, start + j], part[j])",
-            ),
-        ),
+        (("part[j] = fma(d[j], a[j] * r, part[j])", "part[j] = fma(d[j], a[j], part[j])"),),
     ),
 )

@@ -5,18 +5,19 @@ from tests.controls.rows import Control
 AXES = {"query_heads": 3, "kv_heads": 1, "head_dim": 24}
 
 NORMALIZE = (
-    "            r = factor(x[t, h], eps, lanes)\n            for j in range(weight.size):\n"
-    "                out[t, h, j]"
+    "            r = factor(place, width, eps)\n            for j in range(width):\n"
+    "                y[j] = canonical(a[j] * r * w[j])\n"
 )
-HEADWISE = "                out[t, h, j] = canonical(x[t, h, j] * r * weight[j])\n"
 HOST = "    share(normalize, (q, k, q_weight, k_weight, np.float32(eps), q_out, k_out), len(q), threads)\n"
-DX = "                    dx[t, h, j] = canonical(r * fma(-c, x[t, h, j] * r, dout[t, h, j] * weight[j]))\n"
+DX = "                    y[j] = canonical(r * fma(-c, a[j] * r, d[j] * w[j]))\n"
 BLOCKS = "            if count % BLOCK == 0 or count == heads:\n"
+HALVES = "    sums, half = b.select(there, add(sums, *tails), sums), LANES // 2\n    while half:\n"
 
 
 def other_order(condition: str) -> tuple[str, str]:
-    """The sum of squares from the other end where a condition holds."""
-    return NORMALIZE, NORMALIZE.replace("x[t, h], eps", f"x[t, h][::-1] if {condition} else x[t, h], eps")
+    """The factor loses its last bit where a condition holds."""
+    changed = f"eps)\n            if {condition}:\n                r = np.nextafter(r, ZERO)\n"
+    return NORMALIZE, NORMALIZE.replace("eps)\n", changed, 1)
 
 
 CALLS = ("LANES = 16\n", "LANES = 16\nCALLS = [0]\n")
@@ -38,15 +39,15 @@ CONTROLS = (
         ),
     ),
     Control(
-        "the order of the sum follows the process",
+        "the factor follows the process",
         "fresh_process/update",
         (("LANES = 16\n", "LANES = 16\n" + FILES), other_order("TURN")),
     ),
-    Control("the order of the sum follows the token's place", "batch/prefill", (other_order("t % 2"),)),
+    Control("the factor follows the token's place", "batch/prefill", (other_order("t % 2"),)),
     Control(
         "the last token takes part in all others",
         "padding/update",
-        ((HEADWISE, HEADWISE.replace("weight[j])", "weight[j] + ZERO * x[stop - 1, h, j])")),),
+        ((NORMALIZE, NORMALIZE.replace("* w[j])", "* w[j] + ZERO * x[stop - 1, h, j])")),),
     ),
     Control("large calls take another path", "packing/update", (other_order("x.shape[0] > 100"),)),
     Control(
@@ -68,9 +69,9 @@ CONTROLS = (
             (
                 DX,
                 DX.replace(
-                    "r * fma(-c, x[t, h, j] * r, dout[t, h, j] * weight[j])",
-                    "(r * fma(-c, x[t, h, j] * r, dout[t, h, j] * weight[j])) if t % 2 else "
-                    "(r * (dout[t, h, j] * weight[j]) - r * (c * (x[t, h, j] * r)))",
+                    "r * fma(-c, a[j] * r, d[j] * w[j])",
+                    "(r * fma(-c, a[j] * r, d[j] * w[j])) if t % 2 else "
+                    "(r * (d[j] * w[j]) - r * (c * (a[j] * r)))",
                 ),
             ),
         ),
@@ -96,11 +97,8 @@ CONTROLS = (
         "another order under the same bits id",
         "implementations_agree/update",
         (
-            (
-                "    half = LANES // 2\n    while half:\n        for lane in range(half):\n"
-                "            lanes[lane] += lanes[lane + half]\n        half //= 2\n    return lanes[0]\n",
-                "    for lane in range(1, LANES):\n        lanes[0] += lanes[lane]\n    return lanes[0]\n",
-            ),
+            (HALVES, HALVES.replace("LANES // 2", "1").replace("while half", "while half < LANES")),
+            ("        half //= 2\n", "        half *= 2\n"),
         ),
     ),
     Control(
@@ -111,20 +109,18 @@ CONTROLS = (
     Control(
         "the mean leaves an element out",
         "accuracy_q_out/update",
-        (("halved(lanes) / np.float32(width) + eps", "halved(lanes) / np.float32(width - 1) + eps"),),
+        (
+            (
+                "sum_of_squares(x, width) / np.float32(width)",
+                "sum_of_squares(x, width) / np.float32(width - 1)",
+            ),
+        ),
     ),
     *(
         Control(
             f"the gradient {name} lacks its projection",
             f"accuracy_{name}/backward",
-            (
-                (
-                    DX,
-                    DX.replace(
-                        "fma(-c, x[t, h, j] * r, dout[t, h, j] * weight[j])", "(dout[t, h, j] * weight[j])"
-                    ),
-                ),
-            ),
+            ((DX, DX.replace("fma(-c, a[j] * r, d[j] * w[j])", "(d[j] * w[j])")),),
         )
         for name in ("dq", "dk")
     ),
@@ -132,12 +128,7 @@ CONTROLS = (
         Control(
             f"the gradient {name} lacks the factor",
             f"accuracy_{name}/backward",
-            (
-                (
-                    "part[j] = fma(dout[t, h, start + j], x[t, h, start + j] * r, part[j])",
-                    "part[j] = fma(dout[t, h, start + j], x[t, h, start + j], part[j])",
-                ),
-            ),
+            (("part[j] = fma(d[j], a[j] * r, part[j])", "part[j] = fma(d[j], a[j], part[j])"),),
         )
         for name in ("dq_weight", "dk_weight")
     ),

@@ -4,7 +4,7 @@ from tests.controls.rows import Control
 
 AXES = {"query_heads": 3, "kv_heads": 1, "head_dim": 24}
 
-HEAD = "                rotate(x[t, h], cos[p], sin[p], sign, out[t, h])\n"
+HEAD = "                rotate(a, c, s, sign, y)\n"
 HOST = (
     "    share(rotate_tokens, (q, k, positions, cos, sin, np.float32(1), q_out, k_out), len(q), "
     "threads_of(q, k))\n"
@@ -25,7 +25,7 @@ def other_order(condition: str) -> tuple[tuple[str, str], ...]:
                 "fma(-b, s, a * cos[i])", "fma(a, cos[i], -b * s) if other else fma(-b, s, a * cos[i])"
             ),
         ),
-        (HEAD, HEAD.replace("out[t, h])", f"out[t, h], {condition})")),
+        (HEAD, HEAD.replace("y)", f"y, {condition})")),
     )
 
 
@@ -51,7 +51,7 @@ CONTROLS = (
     Control(
         "the last token takes part in all others",
         "padding/update",
-        ((HEAD, HEAD + "                out[t, h, 0] += ZERO * x[stop - 1, h, 0]\n"),),
+        ((HEAD, HEAD + "                y[0] += ZERO * x[stop - 1, h, 0]\n"),),
     ),
     Control("large calls take another path", "packing/update", other_order("x.shape[0] > 100")),
     Control(

@@ -206,7 +206,7 @@ CUDA_GRIDS = {
     "decode": grid((QWEN3_0_6B, QWEN3_8B, QWEN3_32B), DECODE_CALLS),
 }
 SCOPES = tuple(
-    dict(zip(NAMES, heads, strict=True)) for heads in ((1, 1, 1), (3, 1, 100), (14, 2, 64), (40, 8, 128))
+    dict(zip(NAMES, heads, strict=True)) for heads in ((1, 1, 9), (3, 1, 100), (14, 2, 64), (40, 8, 128))
 )
 
 

@@ -14,8 +14,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from llvmlite import ir
 from numba import boolean, float32, int32, int64, njit, types
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 LANES = 16
 THREAD_COST = 32768
@@ -49,35 +51,104 @@ def keeps_denormals(probe):
     return probe[0] * probe[1] * probe[2] != ZERO
 
 
-@inner
-def halved(lanes):
-    half = LANES // 2
+# ---- Rows by their address. A vector is LANES float32; addresses and sizes are int64.
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTOR, PLACES = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+ZEROS = VECTOR([0.0] * LANES)
+
+
+@intrinsic
+def row_at(typing_context, address, count):
+    """The numbers from an address on, as an array that nobody owns: what it is made of is not counted."""
+    kind = float32[::1]
+
+    def codegen(context, builder, signature, args):
+        row = arrayobj.make_array(kind)(context, builder)
+        size, first = context.get_constant(types.intp, 4), builder.inttoptr(args[0], row.data.type)
+        arrayobj.populate_array(row, first, [args[1]], [size], size, None)
+        return row._getvalue()
+
+    return kind(int64, int64), codegen
+
+
+def vector_fma(b, *operands):
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    return b.call(b.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", (), kind), operands)
+
+
+def spread(b, number, kind):
+    """A vector of one number."""
+    single = b.insert_element(kind(ir.Undefined), number, I32(0))
+    return b.shuffle_vector(single, single, PLACES([0] * LANES))
+
+
+def loop(b, count, step, carried, body):
+    """Emit `for i in range(0, count, step): carried = body(i, carried)`; returns what is carried out."""
+    start, head, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.cbranch(b.icmp_signed(">", count, I64(0)), head, done)
+    b.position_at_end(head)
+    i, inside = b.phi(I64), [b.phi(x.type) for x in carried]
+    after, ahead = body(i, inside), b.add(i, I64(step))
+    b.cbranch(b.icmp_signed("<", ahead, count), head, done)
+    end = b.block
+    b.position_at_end(done)
+    outside = [b.phi(x.type) for x in carried]
+    before, later = [I64(0), *carried, *carried], [ahead, *after, *after]
+    for phi, first, other in zip([i, *inside, *outside], before, later, strict=True):
+        phi.add_incoming(first, start)
+        phi.add_incoming(other, end)
+    return outside
+
+
+def emit_sum(b, count, rows, add):
+    """Emit a sum along rows: `add` to LANES partial sums in a register, which are added by halving."""
+
+    def load(kind, row, i):
+        return b.load(b.inttoptr(b.add(row, b.mul(i, I64(4))), kind.as_pointer()), align=4)
+
+    def vectors(i, sums):
+        return [add(sums[0], *[load(VECTOR, row, i) for row in rows])]
+
+    def singles(i, tails):
+        where, place = b.add(whole, i), b.trunc(i, I32)
+        return [b.insert_element(x, load(F32, row, where), place) for x, row in zip(tails, rows, strict=True)]
+
+    rest = b.srem(count, I64(LANES))
+    whole = b.sub(count, rest)
+    (sums,) = loop(b, whole, LANES, [ZEROS], vectors)
+    tails = loop(b, rest, 1, [ZEROS] * len(rows), singles)
+    there = b.icmp_signed("<", PLACES(list(range(LANES))), spread(b, b.trunc(rest, I32), PLACES))
+    sums, half = b.select(there, add(sums, *tails), sums), LANES // 2
     while half:
-        for lane in range(half):
-            lanes[lane] += lanes[lane + half]
+        sums = b.fadd(sums, b.shuffle_vector(sums, sums, PLACES([lane ^ half for lane in range(LANES)])))
         half //= 2
-    return lanes[0]
+    return b.extract_element(sums, I32(0))
+
+
+@intrinsic
+def sum_of_squares(typing_context, x, count):
+    def codegen(context, b, signature, args):
+        return emit_sum(b, args[1], args[:1], lambda sums, x: vector_fma(b, x, x, sums))
+
+    return float32(int64, int64), codegen
 
 
 @inner
-def factor(x, eps, lanes):
+def address(array):
+    return np.int64(array.ctypes.data)
+
+
+@inner
+def factor(x, width, eps):
     """1 / sqrt(mean of squares + eps) of a row."""
-    width = x.size
-    lanes[:] = ZERO
-    whole = width // LANES * LANES
-    for start in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] = fma(x[start + lane], x[start + lane], lanes[lane])
-    for lane in range(width - whole):
-        lanes[lane] = fma(x[whole + lane], x[whole + lane], lanes[lane])
-    return ONE / np.sqrt(halved(lanes) / np.float32(width) + eps)
+    return ONE / np.sqrt(sum_of_squares(x, width) / np.float32(width) + eps)
 
 
 @inner
-def normalize(x, weight, eps, out, lanes):
-    r = factor(x, eps, lanes)
-    for j in range(weight.size):
-        out[j] = canonical(x[j] * r * weight[j])
+def normalize(place, width, weight, eps, out):
+    r, x, w = factor(place, width, eps), row_at(place, width), row_at(weight, width)
+    for j in range(width):
+        out[j] = canonical(x[j] * r * w[j])
 
 
 @inner
@@ -91,15 +162,16 @@ def rotate(x, cos, sin, out):
 
 
 @inner
-def prepare(x, weight, eps, p, cos, sin, out, head, lanes):
-    """A token's head, as attention reads it; without weights it is not normalized."""
-    if p < 0 or p >= cos.shape[0]:
+def prepare(place, width, weight, eps, known, cos, sin, target, head):
+    """A token's head, as attention reads it; without a weight it is not normalized."""
+    out = row_at(target, width)
+    if not known:
         out[:] = NAN
-    elif weight.size:
-        normalize(x, weight, eps, head, lanes)
-        rotate(head, cos[p], sin[p], out)
+    elif weight:
+        normalize(place, width, weight, eps, head)
+        rotate(head, cos, sin, out)
     else:
-        rotate(x, cos[p], sin[p], out)
+        rotate(row_at(place, width), cos, sin, out)
 
 
 @entry
@@ -107,26 +179,38 @@ def prepare_tokens(
     q, k, v, q_weight, k_weight, positions, cos, sin, k_cache, v_cache, table, cu, lengths, eps, q_out,
     start, stop, probe,
 ):  # fmt: skip
-    lanes, head = np.empty(LANES, np.float32), np.empty(q.shape[2], np.float32)
-    pages, size = k_cache.shape[0], k_cache.shape[1]
-    b = 0
+    width, pages, size, b = np.int64(q.shape[2]), k_cache.shape[0], k_cache.shape[1], 0
+    head = np.empty(width, np.float32)
+    places = address(q), address(k), address(v), address(q_out), address(k_cache), address(v_cache)
+    tables = address(cos), address(sin)
+    of_q, of_k = address(q_weight) if q_weight.size else 0, address(k_weight) if k_weight.size else 0
     for t in range(start, stop):
         p = positions[t]
+        known = 0 <= p < cos.shape[0]
+        at = p if known else 0
+        c = row_at(tables[0] + at * cos.strides[0], width // 2)
+        s = row_at(tables[1] + at * sin.strides[0], width // 2)
         for h in range(q.shape[1]):
-            prepare(q[t, h], q_weight, eps, p, cos, sin, q_out[t, h], head, lanes)
+            place = places[0] + t * q.strides[0] + h * q.strides[1]
+            target = places[3] + t * q_out.strides[0] + h * q_out.strides[1]
+            prepare(place, width, of_q, eps, known, c, s, target, head)
         while cu[b + 1] <= t:
             b += 1
-        place = lengths[b] - cu[b + 1] + t
-        if place < 0 or place >= table.shape[1] * size:
+        n = lengths[b] - cu[b + 1] + t
+        if n < 0 or n >= table.shape[1] * size:
             continue
-        page, slot = table[b, place // size], place % size
+        page, slot = np.int64(table[b, n // size]), n % size
         if page < 0 or page >= pages:
             continue
+        k_slot = places[4] + page * k_cache.strides[0] + slot * k_cache.strides[1]
+        v_slot = places[5] + page * v_cache.strides[0] + slot * v_cache.strides[1]
         for h in range(k.shape[1]):
-            prepare(k[t, h], k_weight, eps, p, cos, sin, k_cache[page, slot, h], head, lanes)
-            row = v_cache[page, slot, h]
-            for j in range(v.shape[2]):
-                row[j] = v[t, h, j]
+            place = places[1] + t * k.strides[0] + h * k.strides[1]
+            prepare(place, width, of_k, eps, known, c, s, k_slot + h * k_cache.strides[2], head)
+            row = row_at(v_slot + h * v_cache.strides[2], width)
+            value = row_at(places[2] + t * v.strides[0] + h * v.strides[1], width)
+            for j in range(width):
+                row[j] = value[j]
     return keeps_denormals(probe)
 
 

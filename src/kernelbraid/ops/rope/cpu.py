@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numba import boolean, float32, int32, int64, njit, types
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 THREAD_COST = 32768
 
@@ -45,6 +46,25 @@ def keeps_denormals(probe):
     return probe[0] * probe[1] * probe[2] != ZERO
 
 
+@intrinsic
+def row_at(typing_context, address, count):
+    """The numbers from an address on, as an array that nobody owns: what it is made of is not counted."""
+    kind = float32[::1]
+
+    def codegen(context, builder, signature, args):
+        row = arrayobj.make_array(kind)(context, builder)
+        size, first = context.get_constant(types.intp, 4), builder.inttoptr(args[0], row.data.type)
+        arrayobj.populate_array(row, first, [args[1]], [size], size, None)
+        return row._getvalue()
+
+    return kind(int64, int64), codegen
+
+
+@inner
+def address(array):
+    return np.int64(array.ctypes.data)
+
+
 @inner
 def rotate(x, cos, sin, sign, out):
     """Turn a head."""
@@ -57,14 +77,20 @@ def rotate(x, cos, sin, sign, out):
 
 @inner
 def rotate_heads(x, positions, cos, sin, sign, out, start, stop):
+    width, first, target = np.int64(x.shape[2]), address(x), address(out)
+    of_cos, of_sin, half = address(cos), address(sin), np.int64(cos.shape[1])
     for t in range(start, stop):
         p = positions[t]
         known = 0 <= p < cos.shape[0]
+        at = p if known else 0
+        c, s = row_at(of_cos + at * cos.strides[0], half), row_at(of_sin + at * sin.strides[0], half)
         for h in range(x.shape[1]):
+            a = row_at(first + t * x.strides[0] + h * x.strides[1], width)
+            y = row_at(target + t * out.strides[0] + h * out.strides[1], width)
             if known:
-                rotate(x[t, h], cos[p], sin[p], sign, out[t, h])
+                rotate(a, c, s, sign, y)
             else:
-                out[t, h, :] = NAN
+                y[:] = NAN
 
 
 @entry
