@@ -26,14 +26,14 @@ K_GROUPS = 1
 N_GROUPS = 1
 DEPTH = 128
 TILE_ROWS = 384
-THREAD_COST = 65536
+THREAD_COST = 262144
 
 KNOBS = {
     "K_GROUPS": ("numeric", (1, 2, 4, 8)),
     "N_GROUPS": ("numeric", (1, 2, 4, 8)),
     "DEPTH": ("schedule", (64, 128, 256, 512)),
     "TILE_ROWS": ("schedule", (96, 192, 384, 768)),
-    "THREAD_COST": ("schedule", (16384, 65536, 262144)),
+    "THREAD_COST": ("schedule", (65536, 262144, 1048576)),
 }
 
 LANES, ROWS, COLUMNS = 16, 6, 64  # numbers of a vector; rows and columns of a register tile
@@ -470,9 +470,9 @@ def numerics(constant_axes):
 def schedule(axes, knobs):
     """Choose how a product is cut; a call is three of them, whose axes take one another's place.
 
-    `tokens` are a product's rows, `in_features` the numbers of a sum, `out_features` its columns. Answered are
-    the rows of a task and whether there are several, numbers packed at a time, whether few rows read the
-    second factor without packing it, and how many threads it is worth at most.
+    `tokens` are a product's rows, `in_features` the numbers of a sum, `out_features` its columns. The answer:
+    rows of a task and whether there are several, numbers packed at a time, whether few rows read the second
+    factor without packing it, and how many threads it is worth at most.
     """
     rows, cost = axes["tokens"], axes["tokens"] * axes["in_features"] * axes["out_features"]
     return {
