@@ -160,8 +160,8 @@ CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: l "
-            "and l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
+            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: "
+            "l and l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
         ),
         *GRADIENT,
     ),
