@@ -1,4 +1,4 @@
-"""The Triton kernels of router and experts without a GPU: every regime, bit for bit, in Triton's interpreter."""
+"""The Triton kernels of router and experts without a GPU: all regimes, bit for bit, in the interpreter."""
 
 import json
 import os

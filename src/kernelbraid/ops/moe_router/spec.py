@@ -198,8 +198,8 @@ CUDA_CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, then "
-            "the sums in the same way; e[slot] / L",
+            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, "
+            "then the sums in the same way; e[slot] / L",
         ),
         *GRADIENT,
     ),
