@@ -45,7 +45,7 @@ def moe_experts(
             or a gradient is differentiated again.
 
     Bits: contract `moe_experts` 1. A row's bits depend on the row, its weights and its experts alone,
-        whatever others chose; gradients of gate_up and down add an expert's tokens in the order of the rows of x.
+        whatever others chose; gradients of gate_up and down add an expert's tokens in the order of x's rows.
     """
     if bias is not None or activation is not None:
         refuse_features(CONTRACT, bias=bias, activation=activation)

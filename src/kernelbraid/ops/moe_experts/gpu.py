@@ -200,7 +200,7 @@ def multiply(
     gated=False,
     transposed=False,
 ):
-    """out = rows @ matrices[e]^T, or not transposed; rows by place or token (gather), out by place or pair."""
+    """out = rows @ matrices[e]^T, or not transposed; rows by place or token (gather), out by place, pair."""
     count, high, wide = matrices.shape
     depth, columns = (high, wide) if transposed else (wide, high)
     columns = columns // 2 if gated else columns

@@ -150,7 +150,7 @@ CONTRACT = Contract(
         RoundingPoint("every elementary operation", "float32, to nearest even, denormals kept"),
     ),
     elementary_operations=(
-        ElementaryOperation("multiply, add, divide", "IEEE-754 binary32, never contracted"),
+        ElementaryOperation("multiply, add, subtract, divide", "IEEE-754 binary32, never contracted"),
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
             "exp2",
@@ -218,7 +218,7 @@ CUDA_CONTRACT = Contract(
         RoundingPoint("store of dweights, dgate_up, ddown", "float32 already: no further rounding"),
     ),
     elementary_operations=(
-        ElementaryOperation("multiply, add", "mul.f32, add.f32, never contracted"),
+        ElementaryOperation("multiply, add, subtract", "mul.f32, add.f32, sub.f32, never contracted"),
         ElementaryOperation("fma", "fma.rn.f32, and only where the orders below write fma"),
         ElementaryOperation("divide", "div.rn.f32"),
         ElementaryOperation("exp2", "ex2.approx.ftz.f32"),

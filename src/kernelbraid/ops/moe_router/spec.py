@@ -139,7 +139,7 @@ CONTRACT = Contract(
         RoundingPoint("every elementary operation", "float32, to nearest even, denormals kept"),
     ),
     elementary_operations=(
-        ElementaryOperation("multiply, add, divide", "IEEE-754 binary32, never contracted"),
+        ElementaryOperation("multiply, add, subtract, divide", "IEEE-754 binary32, never contracted"),
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
             "exp2",
@@ -160,8 +160,8 @@ CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: l "
-            "and l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
+            "L: `lanes` partial sums of e, lane l from +0 over j = l, l + lanes, ...; then added by halving: "
+            "l and l + lanes / 2, then l + lanes / 4, and so on; e[slot] / L",
         ),
         *GRADIENT,
     ),
@@ -189,7 +189,7 @@ CUDA_CONTRACT = Contract(
         RoundingPoint("store of dlogits", "float32 to the compute dtype, once"),
     ),
     elementary_operations=(
-        ElementaryOperation("multiply, add", "mul.f32, add.f32, never contracted"),
+        ElementaryOperation("multiply, add, subtract", "mul.f32, add.f32, sub.f32, never contracted"),
         ElementaryOperation("fma", "fma.rn.f32, and only where the orders below write fma"),
         ElementaryOperation("divide", "div.rn.f32"),
         ElementaryOperation("exp2", "ex2.approx.ftz.f32"),
@@ -198,8 +198,8 @@ CUDA_CONTRACT = Contract(
         *SCORES,
         (
             "softmax weights",
-            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, then "
-            "the sums in the same way; e[slot] / L",
+            "L: e, filled up with +0 to a power of two, added by pairing neighbours: 0 with 1, 2 with 3, "
+            "then the sums in the same way; e[slot] / L",
         ),
         *GRADIENT,
     ),
