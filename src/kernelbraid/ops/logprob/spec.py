@@ -192,11 +192,11 @@ CONTRACT = Contract(
     knobs=(Knob("block", (64, 128, 256), 128, "logits that are reduced together"),),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("logprob", factor=6.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("entropy", factor=6.0, floor=4e-6, regimes=FORWARD),
-        AccuracyBound("lse", factor=6.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("dx", factor=6.0, floor=4e-6, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=6.0, floor=4e-6, regimes=BACKWARD),
+        AccuracyBound("logprob", factor=12.0, floor=2e-6, regimes=FORWARD),
+        AccuracyBound("entropy", factor=12.0, floor=4e-6, regimes=FORWARD),
+        AccuracyBound("lse", factor=12.0, floor=2e-6, regimes=FORWARD),
+        AccuracyBound("dx", factor=12.0, floor=4e-6, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=12.0, floor=4e-6, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
