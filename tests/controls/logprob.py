@@ -67,6 +67,16 @@ MISTAKES = (
         tokens=(40,),
     ),
     Control("single tokens take another path", "decode_equals_prefill/decode", (turned("tokens == 1"),)),
+    Control(
+        "logits to sample from are those of other arithmetic",
+        "decode_equals_prefill/decode",
+        (
+            (
+                "    share(write_logits, (x, weight, out), blocks, work, BLOCK * width)\n",
+                "    out[...] = x.astype(np.float64) @ weight.T\n",
+            ),
+        ),
+    ),
     Control("small calls take another path", "update_equals_rollout/update", (turned("tokens <= 16"),)),
     Control(
         "gradients of logits follow their place",

