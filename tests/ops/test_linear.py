@@ -1,12 +1,16 @@
 """The public linear layer: values, gradients, adding to a gradient, registration, refusals."""
 
+import numpy as np
 import pytest
 import torch
 from tests.ops.public import check_differentiable, gradients, same
 from torch.utils.checkpoint import checkpoint
 
 from kernelbraid import linear
-from kernelbraid.ops.linear import cpu, reference, registered
+from kernelbraid.contract import Workload
+from kernelbraid.ops.linear import cpu, peers, reference, registered
+from kernelbraid.ops.linear.spec import LINEAR, LINEAR_CUDA
+from kernelbraid.ops.problem import Layout, ProblemShape, View
 
 TOKENS, IN, OUT = 37, 100, 70
 
@@ -262,3 +266,46 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(linear(x, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         dx.sum().backward()
+
+
+# ---- What benchmarks and verifications ask
+
+
+def test_a_bias_is_there_where_its_axis_says_so():
+    for operator in (LINEAR, LINEAR_CUDA):
+        for bias in (0, 1):
+            axes = (("in_features", 8), ("out_features", 6), ("bias", bias))
+            shape = ProblemShape(axes, (3, 2), (3, 2), dtype=operator.contract.dtypes[0])
+            problem = operator.draw(shape, np.random.default_rng(1))
+            assert ("bias" in problem.shared) == bool(bias)
+            (call,) = operator.lower(problem, Layout("update", (0, 1))).calls
+            assert (call.arguments["bias"] is None) == (not bias)
+            (call,) = operator.lower(problem, Layout("backward", (0, 1))).calls
+            assert (call.arguments["dbias"] is None) == (not bias) and "bias" not in call.arguments
+            workload = Workload("backward", (("tokens", 5), *axes))
+            (call,) = operator.timed(workload, np.random.default_rng(1), 1, 0, contiguous=False).calls
+            assert (call.arguments["dbias"] is None) == (not bias)
+            size = 4 if operator is LINEAR else 2
+            moved = size * (5 * (8 + 6 + 8) + 48) + 4 * 48 + (4 * 6 if bias else 0)
+            assert operator.cost(workload).bytes == moved
+
+
+@pytest.mark.parametrize("bias", [0, 1])
+@pytest.mark.parametrize("phase", ["decode", "backward"])
+def test_peers_compute_the_layer(phase, bias):
+    axes = (("tokens", 5), ("in_features", 8), ("out_features", 6), ("bias", bias))
+    program = LINEAR.timed(Workload(phase, axes), np.random.default_rng(1), 2, 0, contiguous=True)
+    peer = next(peer for peer in LINEAR.peers if phase in peer.phases)
+    for call in program.calls:
+        given = {
+            name: program.inputs[value.buffer][value.start : value.stop] if isinstance(value, View) else value
+            for name, value in call.arguments.items()
+        }
+        found = getattr(peers, peer.entry_point)(**given)
+        x, weight = given["x"], given["weight"]
+        if phase == "decode":
+            exact = x @ weight.T + (given["bias"] if bias else 0)
+            np.testing.assert_allclose(found.numpy(), exact, rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_allclose(found[0].numpy(), given["dout"] @ weight, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found[1].numpy(), given["dout"].T @ x, rtol=1e-4, atol=1e-5)

@@ -296,8 +296,9 @@ def verify_case(operator: Operator, case_id: str, *, source: Source | None = Non
 
 
 def scopes_of(operator: Operator) -> tuple[dict[str, int], ...]:
-    """Every set of constant axes that a verification covers: those stated, and those of the workloads."""
-    used = [operator.constant_axes(workload) for grid in operator.grids.values() for workload in grid]
+    """Every set of constant axes that a verification covers: those stated, and those of its grids."""
+    covered = [grid for name, grid in operator.grids.items() if name not in operator.figures]
+    used = [operator.constant_axes(workload) for grid in covered for workload in grid]
     found: list[dict[str, int]] = []
     for scope in (*used, *map(dict, operator.scopes)):
         if scope not in found:

@@ -213,6 +213,8 @@ class Operator:
     """File in the operator's folder with the peers' entry points; needs torch."""
     scopes: tuple[Mapping[str, int], ...] = ()
     """Sets of constant axes that a verification covers beside those of the grids."""
+    figures: tuple[str, ...] = ()
+    """Grids whose constant axes a verification leaves out: a benchmark of them checks its own."""
     kinds: tuple[InputKind, ...] = INPUT_KINDS
     """Kinds of numbers that `draw` knows."""
 

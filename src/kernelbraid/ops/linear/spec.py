@@ -214,18 +214,25 @@ def _workload(phase: Regime, layer: Layer, tokens: int, weight: float = 1.0) -> 
 
 
 def _step(model: Model) -> tuple[Workload, ...]:
-    """Calls of one GRPO step by layer: prompts, decode at batch 16 and 64, packed updates."""
+    """Calls of one GRPO step: of every layer decode at batch 16 and packed updates, of the largest all.
+
+    Prompts, their pieces and decode at batch 64 weigh little, and a study measures every workload.
+    """
+    calls: tuple[tuple[Regime, int, int], ...] = (
+        ("decode", 16, 900),
+        ("update", 1500, 32),
+        ("backward", 1500, 16),
+    )
+    others: tuple[tuple[Regime, int, int], ...] = (
+        ("prefill", 800, 2),
+        ("chunked_prefill", 140, 16),
+        ("decode", 64, 300),
+    )
+    largest = max(model.block, key=lambda layer: layer.inputs * layer.outputs)
     return tuple(
-        workload
+        _workload(phase, layer, tokens, count * model.layers)
         for layer in model.block
-        for workload in (
-            _workload("prefill", layer, 800, 2 * model.layers),
-            _workload("chunked_prefill", layer, 140, 16 * model.layers),
-            _workload("decode", layer, 16, 900 * model.layers),
-            _workload("decode", layer, 64, 300 * model.layers),
-            _workload("update", layer, 1500, 32 * model.layers),
-            _workload("backward", layer, 1500, 16 * model.layers),
-        )
+        for phase, tokens, count in (*calls, *(others if layer == largest else ()))
     )
 
 
@@ -324,5 +331,6 @@ LINEAR_CUDA = Operator(
     peers=PEERS,
     peer_file="peers_gpu.py",
     scopes=SCOPES,
+    figures=("decode", "large", "gradients", "lm_head"),
     kinds=KINDS,
 )
