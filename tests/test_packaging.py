@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "audit": {"contract", "ops", "ir"},
     "search": {"contract", "ops", "ir", "audit"},
     "integrations": {"contract", "ops", "models", "rl", "ir", "audit", "search"},
-    "report": {"contract", "ops", "ir", "audit", "search"},
+    "report": {"contract", "ops", "models", "ir", "audit", "search"},
     "cli": {"contract", "ops", "ir", "audit", "search", "report", "models", "rl"},
     "__main__": {"cli"},
     "__init__": {"contract", "ops", "search", "models"},
