@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kernelbraid import ops
 from kernelbraid.report.failure import ExitCode, classify, sentence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,8 +92,10 @@ def test_documents_are_current() -> None:
 
 def test_ops(run: Run) -> None:
     document = json.loads(run("ops", "--json").stdout)
-    [attention] = document["operators"]
-    assert attention["name"] == "attention"
+    listed = {each["name"]: each for each in document["operators"]}
+    assert list(listed) == list(dict.fromkeys(each.name for each in ops.OPERATORS))
+    assert {"linear", "rms_norm", "rope", "moe_experts", "logprob", "sample"} <= listed.keys()
+    attention = listed["attention"]
     assert attention["contract"] == "attention/1"
     assert attention["backends"] == ["cpu", "cuda"]
     assert attention["dtypes"] == {"cpu": ["float32"], "cuda": ["bfloat16", "float16"]}

@@ -547,6 +547,7 @@ def test_an_attention_passes_through_the_same_judge(tmp_path: Path) -> None:
         level=Level.SMOKE,
         operator="attention",
         contract=attention.contract.hash,
+        harness=jobs.harness_hash("attention"),
         constant_axes=({"query_heads": 9, "kv_heads": 3, "head_dim": 64},),
         workloads=attention.grids["study"],
         root=Source(text),

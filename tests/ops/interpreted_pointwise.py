@@ -11,7 +11,7 @@ from importlib import import_module
 
 import numpy as np
 import torch
-from tests.ops.interpreted import tensor
+from interpreted import tensor
 
 from kernelbraid.audit.checks import compare, gather, relative_error
 from kernelbraid.ops import get

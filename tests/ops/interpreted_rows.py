@@ -10,7 +10,7 @@ from importlib import import_module
 
 import numpy as np
 import torch
-from tests.ops.interpreted import tensor
+from interpreted import tensor
 
 from kernelbraid.ops import get
 from kernelbraid.ops.problem import Layout, ProblemShape, View

@@ -110,7 +110,7 @@ def test_a_study_of_other_judging_code_is_not_continued(
     from kernelbraid.audit import jobs
 
     new_study(tmp_path / "s", FakeAudits()).close()
-    monkeypatch.setattr(jobs, "harness_hash", lambda: "f" * 64)
+    monkeypatch.setattr(jobs, "harness_hash", lambda operator: "f" * 64)
     with Study.open(tmp_path / "s") as study, pytest.raises(ValueError, match="another state of the judging"):
         study.require_current()
 
