@@ -593,17 +593,17 @@ def attention_merge_kernel(
     AHEAD: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of one query row, AHEAD of them loaded at a time."""
-    if PDL:
-        gdc_wait()
     pid = tl.program_id(0)
     h = pid % HQ
     row = pid // HQ % longest
     b = pid // HQ // longest
     token0 = tl.load(CU + b)
     r = tl.load(CU + b + 1) - token0
+    seen = tl.load(LENGTHS + b) - r + row + 1
+    if PDL:
+        gdc_wait()  # not before: offsets and lengths are older than the chunks
     if row >= r:
         return
-    seen = tl.load(LENGTHS + b) - r + row + 1
     late = UNTIL // EARLY + (seen - UNTIL + CHUNK - 1) // CHUNK
     count = tl.minimum(tl.where(seen <= UNTIL, (seen + EARLY - 1) // EARLY, late), chunks)
     o_d = tl.arange(0, D)
