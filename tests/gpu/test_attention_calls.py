@@ -172,8 +172,8 @@ REFUSED = {
     "values": (lambda x: {"v": x["v"].half()}, r"v must be torch.bfloat16, got torch.float16"),
     "two devices": (lambda x: {"k": x["k"].cpu()}, r"k is on cpu, others on cuda:0"),
     "offsets on the host": (lambda x: {"cu_seqlens": x["cu_seqlens"].cpu()}, r"cu_seqlens is on cpu"),
-    "scale": (lambda x: {"softmax_scale": -0.1}, r"softmax_scale must be above 0 on a GPU"),
-    "no scale": (lambda x: {"softmax_scale": 0.0}, r"softmax_scale must be above 0 on a GPU"),
+    "scale": (lambda x: {"softmax_scale": -0.1}, r"softmax_scale must be above 0 and at most"),
+    "no scale": (lambda x: {"softmax_scale": 0.0}, r"softmax_scale must be above 0 and at most"),
     "bound": (lambda x: {"max_seqlen": 99}, r"max_seqlen must be between 100, the mean of 500 rows over 5"),
     "head_dim": (lambda x: {"q": x["q"][..., :96]}, r"head_dim must be one of \(64, 128\), got 96"),
 }

@@ -1,7 +1,8 @@
 """Benchmarks: the shipped implementation beside its peers, one row a workload and protocol.
 
-A row is verified if every requirement of the screen holds for its constant axes in this very run, and the
-outputs of the timed calls equal those of another process bit for bit.
+A row is verified if this machine has a certificate of the very source or else every requirement of the screen
+holds for its constant axes in this run, and the outputs of the timed calls equal those of another process bit
+for bit.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 from kernelbraid import ops
 from kernelbraid.audit.beside import Row, SideBySide
+from kernelbraid.audit.certificates import local_certificate
 from kernelbraid.audit.checks import check_all
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.environment import fingerprint
@@ -61,6 +63,8 @@ def bench(
     grids = _grids(operator, grid)
     source = ops.source(operator)
     environment = fingerprint(operator.backend)
+    certificate = local_certificate(operator)
+    certified = certificate is not None and certificate.implementation == source.sha256
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kernelbraid-bench-") as scratch:
@@ -74,8 +78,9 @@ def bench(
                     continue
                 reason = f"one call takes at least {least:.1f} s on this machine"
                 skipped.append({"grid": name, "workload": workload.flat(), "reason": reason})
-            progress(f"grid {name}: checking")
-            verified = _screened(run, short)
+            if not certified:
+                progress(f"grid {name}: checking")
+            verified = certified or _screened(run, short)
             for protocol in protocols:
                 for row in run.rows(short, protocol, progress):
                     rows.append(_document(name, row, source.sha256, verified))
@@ -106,14 +111,43 @@ def _document(grid: str, row: Row, implementation: str, verified: bool) -> dict[
 
 
 def write(document: dict[str, Any], folder: Path) -> Path:
-    """Write a benchmark where committed evidence lives, `<folder>/<architecture>/<operator>.bench.json`."""
+    """Write a benchmark where committed evidence lives, `<folder>/<architecture>/<operator>.bench.json`.
+
+    What the file holds of other grids stays there if it is of the same implementation, contract, device and
+    versions.
+    """
     architecture = str(document["environment"]["architecture"])
     path = folder / architecture / f"{document['operator']}.bench.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    document = _joined(_read(path), document)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
     return path
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _joined(before: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
+    """A document with the rows of other grids that an earlier one of the same subject holds."""
+    if before is None or _subject(before) != _subject(document):
+        return document
+    new = {row["grid"] for name in ("rows", "skipped") for row in document[name]}
+    kept = {name: [row for row in before[name] if row["grid"] not in new] for name in ("rows", "skipped")}
+    return document | {name: [*rows, *document[name]] for name, rows in kept.items()}
+
+
+def _subject(document: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows of one file have in common."""
+    environment = document["environment"]
+    sources = {row["implementation"] for row in document["rows"]}
+    return document["contract"], environment["device"], environment["versions"], sources
 
 
 def commit() -> dict[str, Any]:

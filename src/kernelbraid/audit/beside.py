@@ -23,6 +23,7 @@ from kernelbraid.audit.pools import Machine, Protocol, TimedProgram, sweep_of, t
 from kernelbraid.audit.process import Limits, Worker
 from kernelbraid.contract import Source, Workload
 from kernelbraid.ir.evidence import Environment
+from kernelbraid.ops import installed
 from kernelbraid.ops.problem import Operator, Peer
 
 PROCESSES = 3
@@ -53,7 +54,7 @@ class SideBySide:
         operator: whose implementations they are.
         sources: name -> source; the first one sets the number of calls of a batch.
         environment: of this machine, with measured rates.
-        scratch: folder for workers and compiled code.
+        scratch: folder for workers.
         confirm: name of the source whose timed calls another process must repeat bit for bit.
     """
 
@@ -81,7 +82,7 @@ class SideBySide:
             source,
             entry_points or self.operator.entry_points,
             scratch=self._scratch / "run",
-            cache=self._scratch / "compiled",
+            cache=installed.home() / "compiled",
             limits=LIMITS,
             device=self.operator.backend,
         )

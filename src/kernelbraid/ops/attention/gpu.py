@@ -40,7 +40,7 @@ STAGES = 3
 HEADS_TOGETHER_KEYS = 65536
 DEPENDENT_LAUNCH = 1
 MERGE_WARPS = 1
-MERGE_AHEAD = 16
+MERGE_AHEAD = 8
 
 KNOBS = {
     "CHUNK": ("numeric", (1024, 2048, 4096)),
@@ -56,11 +56,13 @@ KNOBS = {
     "HEADS_TOGETHER_KEYS": ("schedule", (1, 32768, 65536, 131072)),
     "DEPENDENT_LAUNCH": ("schedule", (0, 1)),
     "MERGE_WARPS": ("schedule", (1, 2, 4)),
-    "MERGE_AHEAD": ("schedule", (8, 16, 32)),
+    "MERGE_AHEAD": ("schedule", (4, 8, 16)),
 }
 
 SMALL_KEY_BLOCK = 32
 PAGES_OF_128_ROWS = (16, 32, 64)
+COMPILED_PAGES = (16, 32, 64, 128, 256)  # page sizes with code of their own; others share one
+ANY_PAGE = -1
 LARGEST_WORKSPACE = 1 << 26  # floats: 256 MiB
 PAD = 128  # rows behind each sequence of the backward's sums
 LOG2E = math.log2(math.e)
@@ -165,8 +167,10 @@ def backward_tiles(depth, architecture):
 
 def page_window(page, split):
     """Keys whose pages a program holds at a time, and the page numbers that it takes."""
-    window = max(CHUNK, EARLY_CHUNK) if split else 1024 if page >= 4 else EARLY_CHUNK
-    return window, max(16, triton.next_power_of_2(window // page + (EARLY_CHUNK % page > 0) * 2))
+    if page not in COMPILED_PAGES:
+        return 1 << 30, 1  # it holds none
+    window = max(CHUNK, EARLY_CHUNK) if split else 1024
+    return window, max(16, triton.next_power_of_2(window // page))
 
 
 # ---- Entry points. Tensors on one device: bfloat16 or float16, offsets and lengths int32, lse float32.
@@ -272,15 +276,16 @@ def forward(q, k, v, table, cu, lengths, longest, keys, scale, out, lse):
     together = max(1, HEADS_TOGETHER_KEYS // max(keys, 1)) * (group // pack)
     together, parts = groups if split else min(groups, together), triton.cdiv(keys, span)
     use_bulk = all(descriptors) and not plan["swap"] and not split
-    page, (window, ids) = 0, (1 << 30, 1)
+    page_size, page, (window, ids) = 0, 0, (1 << 30, 1)
     if paged:
-        page, (window, ids) = k.shape[1], page_window(k.shape[1], split)
+        page_size, (window, ids) = k.shape[1], page_window(k.shape[1], split)
+        page = page_size if page_size in COMPILED_PAGES else ANY_PAGE
     sums = torch.empty(2, tokens * query_heads * chunks if split else 0, dtype=torch.float32, device=q.device)
     partials = torch.empty(sums.shape[1] * depth, dtype=torch.float32, device=q.device) if split else sums
     dependent = bool(DEPENDENT_LAUNCH and split and large(architecture))
     log_sums, has_lse = (sums, False) if lse is None else (lse, True)
     lengths, pages = (lengths, table) if paged else (cu, cu)
-    cache = (table.stride(0), table.shape[1], k.shape[0]) if paged else (0, 0, 0)
+    cache = (table.stride(0), table.shape[1], k.shape[0], page_size) if paged else (0, 0, 0, 0)
     strides = (*k.stride()[:3], *v.stride()[:3]) if paged else (0, *k.stride()[:2], 0, *v.stride()[:2])
     order = (EARLY_CHUNK, EARLY_KEYS, CHUNK)
     launch(
@@ -359,6 +364,12 @@ def key_tile(
     else:
         if PAGE == 0:
             o_r = o_n.to(tl.int64) * stride_slot
+        elif PAGE < 0:
+            p_table, columns, pages, page_size = b_pages
+            o_p = o_n // page_size
+            b_p = tl.load(p_table + o_p, mask=o_p < columns, other=0)
+            o_r = tl.maximum(tl.minimum(b_p, pages - 1), 0).to(tl.int64) * stride_page
+            o_r += (o_n - o_p * page_size).to(tl.int64) * stride_slot
         elif PAGE % BN == 0 and SWAP:
             page = tl.sum(tl.where(tl.arange(0, b_pages.shape[0]) == pos // PAGE - lo // PAGE, b_pages, 0), 0)
             p += page.to(tl.int64) * stride_page + pos % PAGE * stride_slot
@@ -485,13 +496,15 @@ def store_rows(
 
 @triton.jit(
     do_not_specialize=[
-        *("slse_h", "stable", "columns", "pages", "chunks", "parts", "span", "tiles", "groups", "together")
-    ]
+        *("slse_h", "stable", "columns", "pages", "page_size", "chunks", "parts", "span"),
+        *("tiles", "groups", "together"),
+    ],
+    do_not_specialize_on_alignment=["LSE", "CU", "LENGTHS", "TABLE"],
 )
 def attention_fwd_kernel(
     Q, K, V, O, LSE, CU, LENGTHS, TABLE, PA, PM, PL, scale,
     sq_t, sq_h, sk_page, sk_slot, sk_h, sv_page, sv_slot, sv_h, so_t, so_h, slse_h,
-    stable, columns, pages, chunks, parts, span, tiles, groups, together,
+    stable, columns, pages, page_size, chunks, parts, span, tiles, groups, together,
     HQ: tl.constexpr, G: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, EARLY: tl.constexpr, UNTIL: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, IDS: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
@@ -512,7 +525,7 @@ def attention_fwd_kernel(
     head0 = heads % (HQ // PACK) * PACK
     head = head0 // G
     p_table = TABLE + b.to(tl.int64) * stable
-    b_pages = tl.arange(0, IDS)
+    b_pages = (p_table, columns, pages, page_size)
     if PAGE > 0:
         b_pages = page_ids(p_table, first, columns, pages, PAGE, IDS)
     token0 = tl.load(CU + b)
@@ -522,7 +535,7 @@ def attention_fwd_kernel(
         n = r
     else:
         row0 = token0 * 0
-        n = tl.minimum(tl.load(LENGTHS + b), columns * PAGE)
+        n = tl.minimum(tl.load(LENGTHS + b), columns * (PAGE if PAGE > 0 else page_size))
     end = tl.minimum(n, n - r + (tile * BM + BM - 1) // PACK + 1)
     # all rows of the tile see the keys before `free`
     free = (n - r + tile * BM // PACK + 1) // BN * BN
@@ -586,7 +599,10 @@ def attention_fwd_kernel(
         store_rows(O, LSE, M, L, A, token0, o_r, r, head0, so_t, so_h, slse_h, PACK, D, HAS_LSE, SWAP)
 
 
-@triton.jit(do_not_specialize=["slse_h", "chunks", "longest"])
+@triton.jit(
+    do_not_specialize=["slse_h", "chunks", "longest"],
+    do_not_specialize_on_alignment=["LSE", "CU", "LENGTHS"],
+)
 def attention_merge_kernel(
     O, LSE, CU, LENGTHS, PA, PM, PL, so_t, so_h, slse_h, chunks, longest,
     HQ: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr, UNTIL: tl.constexpr, CHUNK: tl.constexpr,
@@ -624,7 +640,10 @@ def attention_merge_kernel(
     store_rows(O, LSE, M, L, A, token0, row + o_1, r, h, so_t, so_h, slse_h, 1, D, HAS_LSE, False)
 
 
-@triton.jit(do_not_specialize=["tokens", "batch", "stable", "columns", "pages", "page_size"])
+@triton.jit(
+    do_not_specialize=["tokens", "batch", "stable", "columns", "pages", "page_size"],
+    do_not_specialize_on_alignment=["TABLE", "CU", "LENGTHS"],
+)
 def write_cache_kernel(
     K, V, KC, VC, TABLE, CU, LENGTHS, tokens, batch, stable, columns, pages, page_size,
     sk_t, sk_h, sv_t, sv_h, skc_page, skc_slot, skc_h, svc_page, svc_slot, svc_h,
@@ -661,7 +680,9 @@ def halve(x, BM: tl.constexpr, W: tl.constexpr):
     return tl.sum(tl.reshape(x, (BM, 2, W // 2)), 1)
 
 
-@triton.jit(do_not_specialize=["padded", "tiles", "slse_h"])
+@triton.jit(
+    do_not_specialize=["padded", "tiles", "slse_h"], do_not_specialize_on_alignment=["LSE", "CU"]
+)
 def delta_kernel(
     O, DO, LSE, X, CU, padded, tiles, slse_h, so_t, so_h, sdo_t, sdo_h,
     HQ: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr,
@@ -724,7 +745,9 @@ def dq_blocks(
     return dq
 
 
-@triton.jit(do_not_specialize=["padded", "tiles", "groups", "together"])
+@triton.jit(
+    do_not_specialize=["padded", "tiles", "groups", "together"], do_not_specialize_on_alignment=["CU"]
+)
 def dq_kernel(
     Q, K, V, DO, X, DQ, CU, scale, out_scale, padded,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, tiles, groups, together,
@@ -786,7 +809,9 @@ def dkv_blocks(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["padded", "tiles", "groups", "together"])
+@triton.jit(
+    do_not_specialize=["padded", "tiles", "groups", "together"], do_not_specialize_on_alignment=["CU"]
+)
 def dkv_kernel(
     Q, K, V, DO, X, DK, DV, CU, scale, out_scale, padded,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdk_t, sdk_h, sdv_t, sdv_h, tiles, groups, together,
