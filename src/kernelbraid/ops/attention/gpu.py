@@ -680,9 +680,7 @@ def halve(x, BM: tl.constexpr, W: tl.constexpr):
     return tl.sum(tl.reshape(x, (BM, 2, W // 2)), 1)
 
 
-@triton.jit(
-    do_not_specialize=["padded", "tiles", "slse_h"], do_not_specialize_on_alignment=["LSE", "CU"]
-)
+@triton.jit(do_not_specialize=["padded", "tiles", "slse_h"], do_not_specialize_on_alignment=["LSE", "CU"])
 def delta_kernel(
     O, DO, LSE, X, CU, padded, tiles, slse_h, so_t, so_h, sdo_t, sdo_h,
     HQ: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr,

@@ -1,0 +1,10 @@
+"""The command line: verbs only. Each one calls the library, then prints one JSON document or tables.
+
+Documents and tables go to standard output; progress, warnings and errors to standard error. Exit codes are
+those of `report.failure.ExitCode`.
+"""
+
+from kernelbraid.cli import operators, studies, submissions, travel
+from kernelbraid.cli.application import app, main
+
+__all__ = ["app", "main", "operators", "studies", "submissions", "travel"]

@@ -1,0 +1,207 @@
+"""Verbs on studies: search, look, promote."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kernelbraid.cli.application import (
+    Compare,
+    Device,
+    Implementation,
+    Json,
+    OperatorName,
+    StudyFolder,
+    app,
+    done,
+    emit,
+    out,
+    say,
+)
+from kernelbraid.report.failure import ExitCode
+
+
+@app.command()
+def search(
+    operator: OperatorName,
+    root: Annotated[
+        Path | None,
+        typer.Option(help="Implementation to start from; default: the shipped one.", metavar="FILE"),
+    ] = None,
+    device: Device = "cpu",
+    minutes: Annotated[float | None, typer.Option(help="Time to search, above 0.")] = None,
+    audits: Annotated[int | None, typer.Option(help="Candidates to audit.", min=1)] = None,
+    policy: Annotated[
+        str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
+    ] = "mutual",
+    patience: Annotated[
+        int | None, typer.Option(help="Audits without a promotion after which to end.", min=1)
+    ] = None,
+    proposer: Annotated[
+        str, typer.Option(help="knobs, or external: candidates come through `submit`.")
+    ] = "knobs",
+    seed: Annotated[int, typer.Option(help="Decides among edits that evidence does not tell apart.")] = 0,
+    study: Annotated[
+        Path | None,
+        typer.Option(help="Folder to make; default: studies/OPERATOR-DATE-N here.", metavar="FOLDER"),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
+    ] = None,
+    compare: Compare = None,
+    as_json: Json = False,
+) -> None:
+    """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
+    from kernelbraid.search import travel
+    from kernelbraid.search.study import DEFAULT_PATIENCE, Study
+
+    with Study.create(
+        study or new_study_folder(operator),
+        operator,
+        root,
+        device=device,
+        policy=policy,
+        minutes=minutes,
+        audits=audits,
+        patience=DEFAULT_PATIENCE if patience is None else patience,
+        proposer=proposer,
+        seed=seed,
+        elsewhere=job is not None,
+    ) as made:
+        if job is None:
+            _drive(made, compare, as_json)
+        else:
+            done(as_json, travel.export(made, job, propose=True))
+
+
+@app.command()
+def resume(study: StudyFolder, compare: Compare = None, as_json: Json = False) -> None:
+    """Go on with an interrupted search, within the budgets it was given."""
+    from kernelbraid.search.study import Study
+
+    with Study.open(study) as opened:
+        _drive(opened, compare, as_json)
+
+
+@app.command()
+def show(
+    study: StudyFolder,
+    impl: Annotated[
+        str | None, typer.Argument(help="An implementation: its hash, or the first digits.", metavar="[IMPL]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a study, or everything recorded about one of its implementations."""
+    from kernelbraid.report import documents, table
+    from kernelbraid.search.study import Study
+
+    with Study.open(study) as opened:
+        if impl is not None:
+            document = documents.implementation(opened.store, opened.contract, impl)
+            emit(document) if as_json else table.implementation(out(), document)
+            return
+        rows = documents.implementations(opened.store)
+        if as_json:
+            emit({**opened.summary(), "implementations": rows})
+        else:
+            table.implementations(out(), rows)
+            table.closing(out(), opened.summary())
+
+
+@app.command()
+def diff(study: StudyFolder, a: Implementation, b: Implementation, as_json: Json = False) -> None:
+    """Compare two implementations of a study: knobs, bits, latencies, text."""
+    from kernelbraid.report import documents, table
+    from kernelbraid.search.study import Study
+
+    with Study.open(study) as opened:
+        document = documents.difference(opened.store, opened.contract, a, b)
+    if as_json:
+        emit(document)
+    else:
+        table.difference(out(), document)
+
+
+@app.command()
+def export(
+    study: StudyFolder,
+    to: Annotated[Path, typer.Option("--output", "-o", help="File to write, JSON lines.", metavar="FILE")],
+    as_json: Json = False,
+) -> None:
+    """Write a whole study, sources included, into one file."""
+    from kernelbraid.ir.exchange import export_study
+    from kernelbraid.ir.store import Store
+
+    with Store.open(study) as store:
+        done(as_json, {"study": str(study), "file": str(to), "lines": export_study(store, to)})
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")],
+    to: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new study.", metavar="FOLDER")],
+    as_json: Json = False,
+) -> None:
+    """Make a study folder from an exported file, whole or not at all."""
+    from kernelbraid.ir.exchange import import_study
+
+    import_study(file, to).close()
+    done(as_json, {"study": str(to), "file": str(file)})
+
+
+@app.command()
+def promote(study: StudyFolder, as_json: Json = False) -> None:
+    """Install a study's winner where the public operator finds it on this machine."""
+    from kernelbraid.search import promote as promotion
+    from kernelbraid.search.study import Study
+
+    with Study.open(study) as opened:
+        path, certificate = promotion.install(opened)
+        document = {
+            "operator": certificate.operator,
+            "implementation": certificate.implementation,
+            "installed": str(path),
+            "device": certificate.environment.device,
+            "bits_changed": opened.summary()["bits"]["changed"],
+        }
+    done(as_json, document)
+
+
+@app.command()
+def demote(operator: OperatorName, device: Device = "cpu", as_json: Json = False) -> None:
+    """Go back to the shipped implementation on this machine."""
+    from kernelbraid.search import promote as promotion
+
+    done(as_json, {"operator": operator, "removed": promotion.uninstall(operator, device)})
+
+
+def new_study_folder(operator: str) -> Path:
+    """The first free studies/<operator>-<date>-<n> under the current folder."""
+    from datetime import date
+    from itertools import count
+
+    named = (Path("studies") / f"{operator}-{date.today():%Y%m%d}-{n}" for n in count(1))
+    return next(folder for folder in named if not folder.exists())
+
+
+def _drive(study: Any, compare: bool | None, as_json: bool) -> None:
+    """Run a study's search to its end, tell how it goes, and print what came of it."""
+    from kernelbraid.report import documents, table
+    from kernelbraid.report.progress import Watch
+    from kernelbraid.search import loop
+    from kernelbraid.search.travel import proposer_of
+
+    with Watch() as watch:
+        ending = loop.run(study, proposer_of(study), progress=watch)
+    summary = {**study.summary(), "ended_by": ending.value}
+    if ending is not loop.Ending.INTERRUPTED and (not as_json if compare is None else compare):
+        say("measuring root, best, shipped and torch side by side")
+        summary["side_by_side"] = documents.side_by_side(study, say)
+    if as_json:
+        emit(summary)
+    else:
+        table.closing(out(), summary)
+    if ending is loop.Ending.INTERRUPTED:
+        say(f"interrupted; go on with: kernelbraid resume {study.folder}")
+        raise typer.Exit(int(ExitCode.INTERRUPTED))
