@@ -6,7 +6,7 @@ calls.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
 from kernelbraid.ir.store import StudyBusyError
 from kernelbraid.search import audits, loop
+from kernelbraid.search import opportunities as analysers
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
 from kernelbraid.search.proposers import Proposal, edits
 from kernelbraid.search.proposers.knobs import KnobProposer
@@ -37,25 +38,39 @@ def next_(folder: Path, most: int = 10) -> dict[str, Any]:
     with Study.open(folder) as study:
         study.require_current()
         proposer = KnobProposer(study.store.study.seed)
+        analysers.observe(study)
         proposer.observe(study)
         with study.store.read():
             frontier = {each.sha256 for each in query.frontier(study.store)}
             standings = [each for each in study.standings().values() if each.sha256 in frontier]
             standings.sort(key=lambda each: each.log_objective or 0.0)
-            opportunities = query.open_opportunities(study.store)
             expected = proposer.expectations(study)
-            opportunities.sort(key=lambda each: expected.get(each.id, 0.0))
+            points = frontier | {study.root, study.incumbent}
+            opportunities = _listed(query.open_opportunities(study.store), expected, points, most)
             return {
                 "study": str(study.folder),
                 "task": _task(study),
                 "root": study.root,
                 "incumbent": study.incumbent,
                 "parents": [_standing(each) for each in standings[:most]],
-                "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities[:most]],
+                "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
                 "failures": [_failure(each) for each in _failures(study)[-most:]],
                 "pending": [each.implementation for each in study.store.pending()],
                 "budget": _budget(study),
             }
+
+
+def _listed(
+    opportunities: Sequence[Opportunity], expected: Mapping[int, float], points: Set[str], most: int
+) -> list[Opportunity]:
+    """The latest findings of analysers on open branch points, and the edits that promise most: half of each,
+    if there are so many."""
+    written = [each for each in opportunities if each.edit is None and points & set(each.parents)]
+    programmed = [each for each in opportunities if each.edit is not None]
+    programmed.sort(key=lambda each: expected.get(each.id, 0.0))
+    half = max(most // 2, most - len(programmed))
+    findings = written[-half:] if half else []
+    return findings + programmed[: most - len(findings)]
 
 
 def source(folder: Path, sha256: str) -> dict[str, Any]:
