@@ -100,7 +100,7 @@ def test_next_lists_findings_beside_edits(tmp_path: Path) -> None:
     listed = document["opportunities"]
     assert len(listed) == 10
     by_hand = [each for each in listed if each["edit"] is None]
-    assert 1 <= len(by_hand) <= 5 and listed[: len(by_hand)] == by_hand
+    assert 1 <= len(by_hand) <= 5 and listed[-len(by_hand) :] == by_hand
 
 
 @pytest.mark.parametrize(

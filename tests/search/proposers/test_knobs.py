@@ -198,7 +198,9 @@ def test_opportunities_that_evidence_took_away_are_closed(tmp_path: Path) -> Non
         }
         audited(study, fake, {"SCORES": "vectorised"})
         proposer.observe(study)
-        assert all(each.edit["knobs"] != {"EXP2_DEGREE": 4} for each in query.open_opportunities(study.store))
+        assert all(
+            each.edit != {"knobs": {"EXP2_DEGREE": 4}} for each in query.open_opportunities(study.store)
+        )
 
 
 def test_opportunities_of_a_rejected_parent_are_closed(tmp_path: Path) -> None:

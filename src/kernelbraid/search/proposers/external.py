@@ -63,14 +63,14 @@ def next_(folder: Path, most: int = 10) -> dict[str, Any]:
 def _listed(
     opportunities: Sequence[Opportunity], expected: Mapping[int, float], points: Set[str], most: int
 ) -> list[Opportunity]:
-    """The latest findings of analysers on open branch points, and the edits that promise most: half of each,
+    """The edits that promise most, then the latest findings of analysers on open branch points: half of each,
     if there are so many."""
     written = [each for each in opportunities if each.edit is None and points & set(each.parents)]
     programmed = [each for each in opportunities if each.edit is not None]
     programmed.sort(key=lambda each: expected.get(each.id, 0.0))
     half = max(most // 2, most - len(programmed))
     findings = written[-half:] if half else []
-    return findings + programmed[: most - len(findings)]
+    return programmed[: most - len(findings)] + findings
 
 
 def source(folder: Path, sha256: str) -> dict[str, Any]:
