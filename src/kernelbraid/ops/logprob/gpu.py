@@ -288,7 +288,7 @@ def reduce_tile(
     tl.store(PICKED + o_t, picked, mask=m_t & inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "tiles"], do_not_specialize_on_alignment=["TARGETS"])
 def logprob_kernel(
     X, WEIGHT, TARGETS, PARTIALS, PICKED, scale, tokens, sx_t, sw_v, tiles, H: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
@@ -304,7 +304,7 @@ def logprob_kernel(
     reduce_tile(s, targets, PARTIALS, PICKED, o_t, o_v, block, tokens, blocks, V, BT, BV, SWAP)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "tiles"], do_not_specialize_on_alignment=["TARGETS"])
 def read_logits_kernel(
     LOGITS, TARGETS, PARTIALS, PICKED, scale, tokens, sl_t, tiles, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr,
@@ -336,7 +336,9 @@ def logits_kernel(
     tl.store(p, canonical(s, tl.float32), mask=m)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TARGETS", "LOGPROB", "ENTROPY", "LSE"]
+)
 def merge_kernel(
     PARTIALS, PICKED, TARGETS, LOGPROB, ENTROPY, LSE, tokens, BLOCKS: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, HAS_ENTROPY: tl.constexpr,
@@ -370,7 +372,10 @@ def merge_kernel(
         tl.store(ENTROPY + o_t, canonical(tl.fma(logarithm, ln2, mean), tl.float32), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(
+    do_not_specialize=["tokens", "tiles"],
+    do_not_specialize_on_alignment=["TARGETS", "DLOGPROB", "DENTROPY", "LSE", "ENTROPY"],
+)
 def logits_backward_kernel(
     X, WEIGHT, TARGETS, DLOGPROB, DENTROPY, LSE, ENTROPY, G, scale, tokens, sx_t, sw_v, sg_t, tiles,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
@@ -404,7 +409,7 @@ def logits_backward_kernel(
     tl.store(p_g, canonical(g, G.dtype.element_ty), mask=m_t[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "columns"])
 def dx_kernel(
     G, WEIGHT, DX, tokens, sg_t, sw_v, sd_t, columns, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, TOGETHER: tl.constexpr,
@@ -438,7 +443,7 @@ def dx_kernel(
     tl.store(p, canonical(total, DX.dtype.element_ty), mask=(o_t < tokens)[:, None] & m_h)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "columns"])
 def dweight_kernel(
     G, X, DWEIGHT, tokens, sg_t, sx_t, sd_v, columns, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, ACCUMULATE: tl.constexpr,

@@ -130,7 +130,11 @@ def signed(key):
     return (key - 2147483648).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "SCALE", "TOP_K", "TOP_P", "MIN_P", "SEEDS", "SAMPLES", "POSITIONS", "TOKENS",
+    ]
+)  # fmt: skip
 def sample_kernel(
     LOGITS, SCALE, TOP_K, TOP_P, MIN_P, SEEDS, SAMPLES, POSITIONS, TOKENS, sl_t, V: tl.constexpr,
     B: tl.constexpr,
