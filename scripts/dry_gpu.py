@@ -109,7 +109,14 @@ def recorded(architecture: int, found: dict[str, Launched]) -> Iterator[Callable
     where = [""]
 
     def record(
-        self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, _: bool
+        self: Any,
+        key: str,
+        signature: Any,
+        device: int,
+        constants: Any,
+        options: Any,
+        attributes: Any,
+        _: bool,
     ) -> None:
         each = Launched(self, signature, constants, attributes, options)
         # one kernel of two modules with the same text is one kernel
@@ -174,7 +181,7 @@ def recorded(architecture: int, found: dict[str, Launched]) -> Iterator[Callable
 @contextmanager
 def without_numbers() -> Iterator[None]:
     """Let problems be drawn without numbers, which no launch depends on; indices stay."""
-    kept = rows.RowForm._drawn, rows.finite
+    kept = rows.RowForm._drawn, rows.finite, rows._SHARED
 
     def drawn(self: Any, each: Any, axes: Any, size: Any, shape: Any, rng: Any) -> Any:
         if each.drawn == "numbers":
@@ -184,17 +191,18 @@ def without_numbers() -> Iterator[None]:
     def zeros(rng: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         return np.zeros(shape, dtype)
 
+    normal = numbers.normal
     modules = [module for name, module in sys.modules.items() if name.startswith("kernelbraid.ops.")]
-    using = [m for m in modules if getattr(m, "normal", None) is numbers.normal]
-    rows.RowForm._drawn, rows.finite = drawn, lambda block: block  # type: ignore[method-assign]
+    using = [m for m in modules if getattr(m, "normal", None) is normal]
+    rows.RowForm._drawn, rows.finite, rows._SHARED = drawn, lambda block: block, {}  # type: ignore[method-assign]
     for module in using:
         module.normal = zeros  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        rows.RowForm._drawn, rows.finite = kept  # type: ignore[method-assign]
+        rows.RowForm._drawn, rows.finite, rows._SHARED = kept  # type: ignore[method-assign]
         for module in using:
-            module.normal = numbers.normal if module is not numbers else kept  # type: ignore[attr-defined]
+            module.normal = normal  # type: ignore[attr-defined]
 
 
 class Stage:
@@ -287,7 +295,8 @@ def walk(
             before = len(found)
             for workload in grid:
                 stage.run(
-                    operator.timed(workload, np.random.default_rng(0), VARIANTS, POOL, contiguous=False), "both"
+                    operator.timed(workload, np.random.default_rng(0), VARIANTS, POOL, contiguous=False),
+                    "both",
                 )
             parts[f"grid {name}"] = len(found) - before
             told(f"grid {name}: {stage.calls} calls, {len(found)} specialisations")
@@ -347,9 +356,15 @@ def compiled(each: Launched, architecture: int, cache: Path) -> Compiled:
     source = ASTSource(each.function, each.signature, each.constants, each.attributes)
     target = GPUTarget("cuda", architecture, 32)
     options = make_backend(target).parse_options(
-        {k: v for k, v in each.options.__dict__.items() if k in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")}
+        {
+            k: v
+            for k, v in each.options.__dict__.items()
+            if k in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+        }
     )
-    name = hashlib.sha256(f"{triton.__version__} {source.hash()} {target} {options.hash()}".encode()).hexdigest()
+    name = hashlib.sha256(
+        f"{triton.__version__} {source.hash()} {target} {options.hash()}".encode()
+    ).hexdigest()
     kept = cache / f"{name[:32]}.json"
     if kept.exists():
         return Compiled(**json.loads(kept.read_text()))
@@ -399,7 +414,9 @@ def _report(name: str, architecture: int, arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     told = (lambda _: None) if arguments.quiet else (lambda text: print("  ", text, flush=True))
     found, _ = walk(ops.get(name, "cuda"), arguments.levels, architecture, told)
-    print(f"{name} sm_{architecture}: {len(found)} specialisations, walked in {time.perf_counter() - start:.0f} s")
+    print(
+        f"{name} sm_{architecture}: {len(found)} specialisations, walked in {time.perf_counter() - start:.0f} s"
+    )
     chosen = [each for each in found.values() if arguments.only in each.label]
     if arguments.list:
         for each in chosen:
@@ -411,13 +428,17 @@ def _report(name: str, architecture: int, arguments: argparse.Namespace) -> int:
             done = compiled(each, architecture, arguments.cache)
         except Exception as error:
             failed += 1
-            print(f"   {each.label}  <- {each.where[0]}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(
+                f"   {each.label}  <- {each.where[0]}: {type(error).__name__}: {str(error)[:300]}", flush=True
+            )
             continue
         results.append(done)
         failed += not done.fits(architecture)
         if not arguments.quiet or not done.fits(architecture):
             usage = f"{done.registers} registers {done.spills} spills {done.shared} B {done.seconds:.1f} s"
-            print(f"   {usage} {each.label}{'' if done.fits(architecture) else '  <- does not fit'}", flush=True)
+            print(
+                f"   {usage} {each.label}{'' if done.fits(architecture) else '  <- does not fit'}", flush=True
+            )
     if results:
         print(
             f"{name} sm_{architecture}: {len(results)} compiled in {sum(r.seconds for r in results):.0f} s, "
