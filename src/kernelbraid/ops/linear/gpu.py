@@ -68,12 +68,13 @@ def shared_bytes(height, width, depth, stages, stay, itemsize):
     return loads + stored if stay else max(loads, stored)
 
 
-def cut(which, rows, columns, groups, add, architecture, aligned, knobs, itemsize=2):
+def cut(which, rows, columns, groups, add, architecture, alignment, knobs, itemsize=2):
     """Choose how one product is cut: tile, warps, stages, and how its programs go about it.
 
     With few rows the second factor, which is read once, is the first operand, and tiles are so narrow that
     all multiprocessors read. With more rows the largest tile is taken that keeps all of them busy and whose
-    sums, of `itemsize` bytes each, have room where they are stored from.
+    sums, of `itemsize` bytes each, have room where they are stored from. Rows begin at multiples of
+    `alignment` elements: bulk copies need 8, wide loads 16.
     """
     enough = knobs["PROGRAMS"] * 7 // 8
     room = LESS_SHARED if architecture in (86, 87, 89) else SHARED.get(architecture // 10 * 10, LESS_SHARED)
@@ -89,14 +90,14 @@ def cut(which, rows, columns, groups, add, architecture, aligned, knobs, itemsiz
         known = [tile for tile in known if tile[0] * tile[1] * itemsize <= room]
         fitting = [tile for tile in known if -(-rows // tile[0]) * -(-columns // tile[1]) >= enough]
         height, width, warps = (fitting or known[-1:])[0]
-    if groups > 1 or not aligned:  # more sums, or addresses, than registers are for
+    bulk = bool(alignment >= 8 and architecture >= 90 and rows >= knobs["BULK_ROWS"])
+    if groups > 1 or not (bulk or alignment >= 16):  # more sums, or addresses, than registers are for
         height, width, depth, warps = min(height, 64), min(width, 64 if groups > 1 else 32), 32, 4
     while stages > 2 and shared_bytes(height, width, depth, stages, False, itemsize) > room:
         stages -= 1
     while depth > 16 and shared_bytes(height, width, depth, stages, False, itemsize) > room:
         depth //= 2
     tiles = -(-rows // height) * -(-columns // width)
-    bulk = bool(aligned and architecture >= 90 and rows >= knobs["BULK_ROWS"])
     stay = bool(bulk and groups == 1 and not add and tiles >= knobs["STAY_TILES"])
     stay = stay and shared_bytes(height, width, depth, stages, True, itemsize) <= room
     return {
@@ -108,14 +109,14 @@ def cut(which, rows, columns, groups, add, architecture, aligned, knobs, itemsiz
 def schedule(axes, knobs):
     """Choose how each of a call's products is cut: see `cut`."""
     sizes = axes["tokens"], axes["in_features"], axes["out_features"]
-    architecture, aligned = axes.get("architecture", 90), axes.get("aligned", 1)
+    architecture, alignment = axes.get("architecture", 90), axes.get("alignment", 16)
     answer = {}
     for name, which, rows, columns, groups, itemsize in (
         ("out", FORWARD, sizes[0], sizes[2], K_GROUPS, 2),
         ("dx", OF_X, sizes[0], sizes[1], N_GROUPS, 2),
         ("dweight", OF_WEIGHT, sizes[2], sizes[1], 1, 4),
     ):
-        plan = cut(which, rows, columns, groups, False, architecture, aligned, knobs, itemsize)
+        plan = cut(which, rows, columns, groups, False, architecture, alignment, knobs, itemsize)
         answer |= {f"{name}_{key}": value for key, value in plan.items()}
     return answer
 
@@ -158,9 +159,11 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-def describable(x):
-    """Whether the addresses of x's rows are multiples of 16 bytes, as wide loads and bulk copies need."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
+def alignment_of(x):
+    """Of how many of its elements the addresses of x's rows are multiples: 16, 8 or, without more, 1."""
+    if x.data_ptr() % 16 or x.stride(1) != 1:
+        return 1
+    return 16 if x.stride(0) % 16 == 0 else 8 if x.stride(0) % 8 == 0 else 1
 
 
 def product(which, a, b, c, bias, groups, add):
@@ -170,9 +173,9 @@ def product(which, a, b, c, bias, groups, add):
     rows, columns = c.shape
     summed = outputs if which == OF_X else inputs
     length = triton.cdiv(summed, groups) if which != OF_WEIGHT else 0
-    aligned = describable(a) and describable(b)
+    alignment = min(alignment_of(a), alignment_of(b))
     architecture = architecture_of(a.device)
-    plan = cut(which, rows, columns, groups, add, architecture, aligned, chosen_knobs(), c.element_size())
+    plan = cut(which, rows, columns, groups, add, architecture, alignment, chosen_knobs(), c.element_size())
     height, width, depth = plan["height"], plan["width"], plan["depth"]
     bulk = plan["bulk"] and (groups == 1 or length % depth == 0)
     if bulk:
