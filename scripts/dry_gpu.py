@@ -41,7 +41,7 @@ from kernelbraid import ops
 from kernelbraid.audit import worker
 from kernelbraid.audit.cases import cases, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.audit.verify import scopes_of, with_other_schedule
+from kernelbraid.audit.verify import at_level, scopes_of, with_other_schedule
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Level
 from kernelbraid.ops import attention, numbers, rows
@@ -281,9 +281,10 @@ def walk(
         without_numbers(),
     ):
         stage = Stage(operator, Path(folder))
-        for scope in scopes_of(operator) if scopes is None else scopes:
+        known = scopes_of(operator) if scopes is None else scopes
+        for scope in known:
             for dtype in operator.contract.dtypes:
-                for level in levels:
+                for level in [each for each in levels if at_level(operator, [dict(scope)], each)]:
                     part = f"{level.value} {','.join(f'{k}={v}' for k, v in scope.items())} {dtype}"
                     tell(part)
                     before = len(found)

@@ -101,18 +101,22 @@ class Memory:
         self._operator = operator
         self._runner = runner
         self._capacity = capacity
-        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
-        self._bytes = 0
+        self._problems = _Kept(capacity)
+        self._results = _Kept(capacity)
         self._references: dict[Hashable, Rows] = {}
+        self._huge = _Kept(4 * capacity)
         self.executions = 0
         """Programs run so far."""
 
     def problem(self, shape: ProblemShape, seed: int) -> Problem:
-        return self._remembered(
-            ("problem", shape, seed),
+        return self._problems(
+            (shape, seed),
             lambda: self._operator.draw(shape, np.random.default_rng(seed)),
             lambda problem: sum(
-                a.nbytes for arrays in (*problem.requests, problem.shared) for a in arrays.values()
+                a.nbytes
+                for arrays in (*problem.requests, problem.shared)
+                for a in arrays.values()
+                if a.flags.writeable  # what is not is shared by many problems
             ),
         )
 
@@ -120,23 +124,28 @@ class Memory:
         """Rows of every request that takes part, run now unless an equal execution was run before."""
         if execution.repeat:
             return self._run(shape, seed, execution)
-        return self._remembered((shape, seed, execution), lambda: self._run(shape, seed, execution), _size)
+        return self._results((shape, seed, execution), lambda: self._run(shape, seed, execution), _size)
 
     def exact(self, shape: ProblemShape, seed: int) -> Rows:
-        """The float64 reference's rows: few and dear, so never dropped."""
-        key = ("exact", shape, seed)
-        if key not in self._references:
-            self._references[key] = self._operator.reference(self.problem(shape, seed))
-        return self._references[key]
+        """The float64 reference's rows: few and dear, so not dropped unless they are huge."""
+        return self._reference(("exact", shape, seed), self._operator.reference)
 
     def vendor(self, shape: ProblemShape, seed: int) -> Rows:
         """The vendor's rows of the same problem."""
-        key = ("vendor", shape, seed)
-        if key not in self._references:
-            problem = self.problem(shape, seed)
+
+        def locked(problem: Problem) -> Rows:
             with _VENDOR:
-                self._references[key] = self._operator.vendor(problem)
-        return self._references[key]
+                return self._operator.vendor(problem)
+
+        return self._reference(("vendor", shape, seed), locked)
+
+    def _reference(self, key: tuple[str, ProblemShape, int], make: Callable[[Problem], Rows]) -> Rows:
+        found = self._references.get(key)
+        if found is None:
+            found = self._huge(key, lambda: make(self.problem(*key[1:])), _size)
+            if _size(found) < self._capacity // 4:
+                self._references[key] = found
+        return found
 
     def _run(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
         problem, process = self.problem(shape, seed), execution.process
@@ -147,7 +156,16 @@ class Memory:
         captured = self._operator.lower(problem, execution.captured)
         return gather(program, self._runner.replay(captured, program, process), shape.rows)
 
-    def _remembered(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+
+class _Kept:
+    """What was made last, up to so many bytes, and at least one."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]  # type: ignore[return-value]

@@ -236,7 +236,7 @@ def add_products(first, second, order, groups, starts, out, top_k, accumulate, *
     launch(
         *(add_products_kernel, count * tiles, 8 if tile == 128 else 4),
         *(first, second, order, groups, starts, out, first.stride(0), second.stride(0)),
-        *(top_k, high, wide, left, right, accumulate, tile, 64),
+        *(top_k, high, wide, left, right, accumulate, tile, 64 if tile == 128 else 32),
         num_stages=STAGES,
     )
 
