@@ -44,7 +44,7 @@ from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.verify import at_level, scopes_of, with_other_schedule
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Level
-from kernelbraid.ops import attention, numbers, rows
+from kernelbraid.ops import numbers, rows
 from kernelbraid.ops.problem import Layout, Operator, ProblemShape, Program, View
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -77,7 +77,8 @@ class Launched:
         shown = " ".join(f"{names[at[0]]}={_short(value)}" for at, value in sorted(self.constants.items()))
         types = ",".join(kind for kind in self.signature.values() if kind != "constexpr")
         aligned = ",".join(names[at[0]] for at in sorted(self.attributes) if self.attributes[at])
-        return f"{self.name}({types}; {shown}; %16 {aligned}) w{self.options.num_warps} s{self.options.num_stages}"
+        warps = f"w{self.options.num_warps} s{self.options.num_stages}"
+        return f"{self.name}({types}; {shown}; %16 {aligned}) {warps}"
 
 
 def _short(value: Any) -> str:
@@ -105,7 +106,7 @@ class NoDevice:
 
 @contextmanager
 def recorded(architecture: int, found: dict[str, Launched]) -> Iterator[Callable[[str], None]]:
-    """Record launches instead of making them, on a device that is not there; yields how to say where one is."""
+    """Record launches instead of making them, on no device; yields how to say where they come from."""
     where = [""]
 
     def record(
@@ -415,9 +416,8 @@ def _report(name: str, architecture: int, arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     told = (lambda _: None) if arguments.quiet else (lambda text: print("  ", text, flush=True))
     found, _ = walk(ops.get(name, "cuda"), arguments.levels, architecture, told)
-    print(
-        f"{name} sm_{architecture}: {len(found)} specialisations, walked in {time.perf_counter() - start:.0f} s"
-    )
+    seconds = time.perf_counter() - start
+    print(f"{name} sm_{architecture}: {len(found)} specialisations, walked in {seconds:.0f} s")
     chosen = [each for each in found.values() if arguments.only in each.label]
     if arguments.list:
         for each in chosen:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import AccuracyBound, Requirement
+from kernelbraid.contract import HALF_ULP, AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.formats import bits_type
 from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, ProblemShape, Program, Rows
@@ -24,6 +24,8 @@ from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, Pro
 _VENDOR = Lock()
 """Held while the vendor's kernel runs: torch chooses among its kernels by process-wide switches."""
 
+PIECE = 1 << 20
+"""Numbers whose errors are added up at a time."""
 REMEMBERED_BYTES = 384 << 20
 """Results and problems kept for the next cases, least recently used dropped first."""
 
@@ -331,6 +333,7 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Ver
     if all(quantity != bound.quantity for quantity, _ in exact):
         return Verdict(case.requirement, True, 1, 0)  # not there under these constant axes
     ours = {key: value[0] for key, value in left.items() if key[0] == bound.quantity}
+    bound = _at_case(bound, memory.problem(case.shape, case.seed), exact)
     allowed = _allowed(bound, exact, memory.vendor(case.shape, case.seed))
     found = relative_error(ours, exact)
     compared = sum(value.size for value in ours.values())
@@ -348,6 +351,23 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Ver
     )
 
 
+def _at_case(bound: AccuracyBound, problem: Problem, exact: Rows) -> AccuracyBound:
+    """A bound whose floor is that of a case: of its dtype, and of what cancels in it."""
+    floor = bound.least(problem.shape.dtype)
+    if bound.noise:
+        wanted = [value for (quantity, _), value in exact.items() if quantity == bound.quantity]
+        norm, added = _norm(wanted), _norm([request[bound.of] for request in problem.requests])
+        if norm:
+            floor = max(floor, bound.noise * HALF_ULP["float32"] * added / norm)
+    return replace(bound, floor=floor)
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    """The root of the sum of squares of all finite numbers."""
+    numbers = (np.asarray(array, np.float64) for array in arrays)
+    return math.sqrt(sum(float(np.sum(array[np.isfinite(array)] ** 2)) for array in numbers))
+
+
 def _allowed(bound: AccuracyBound, exact: Rows, vendor: Rows) -> float:
     """The bound of a case: a multiple of the vendor's error on the same input, or the floor."""
     theirs = {key: value for key, value in vendor.items() if key[0] == bound.quantity}
@@ -358,16 +378,20 @@ def relative_error(rows: Rows, exact: Rows) -> float:
     """Return ||rows - exact|| / ||exact|| over all given rows; infinite where only one of them is finite."""
     distance = norm = 0.0
     for key, value in rows.items():
-        wanted = exact[key].astype(np.float64)
-        given = value.astype(np.float64)
-        finite = np.isfinite(wanted)
-        if (
-            not np.array_equal(given[~finite], wanted[~finite], equal_nan=True)
-            or not np.isfinite(given[finite]).all()
-        ):
-            return math.inf
-        distance += float(np.sum((given[finite] - wanted[finite]) ** 2))
-        norm += float(np.sum(wanted[finite] ** 2))
+        flat, other = exact[key].reshape(-1), value.reshape(-1)
+        assert exact[key].shape == value.shape, (key, exact[key].shape, value.shape)
+        for at in range(0, flat.size, PIECE):  # a model's head is too large to be taken as one
+            wanted = flat[at : at + PIECE].astype(np.float64)
+            given = other[at : at + PIECE].astype(np.float64)
+            finite = np.isfinite(wanted)
+            if not finite.all():
+                if not np.array_equal(given[~finite], wanted[~finite], equal_nan=True):
+                    return math.inf
+                given, wanted = given[finite], wanted[finite]
+            if not np.isfinite(given).all():
+                return math.inf
+            distance += float(np.sum((given - wanted) ** 2))
+            norm += float(np.sum(wanted**2))
     return math.sqrt(distance / norm) if norm else (math.inf if distance else 0.0)
 
 

@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -157,10 +158,10 @@ CUDA_CONTRACT = Contract(
     knobs=KNOBS,
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=2.5e-3, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dbias", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=2.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("dx", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dweight", factor=1.0, floor=2e-5, regimes=BACKWARD),
+        AccuracyBound("dbias", factor=1.0, floor=2e-5, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )

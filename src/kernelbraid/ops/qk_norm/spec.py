@@ -3,6 +3,7 @@
 from functools import partial
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -87,10 +88,11 @@ SPECIAL_VALUES = (
 )
 
 
-def _accuracy(factor: float, floor: float) -> tuple[AccuracyBound, ...]:
-    forward = (AccuracyBound(each, factor, floor, FORWARD) for each in ("q_out", "k_out"))
-    gradients = ("dq", "dk", "dq_weight", "dk_weight")
-    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD) for each in gradients))
+def _accuracy(factor: float, floor: float, half_ulps: float = 0.0) -> tuple[AccuracyBound, ...]:
+    forward = (AccuracyBound(each, factor, floor, FORWARD, half_ulps) for each in ("q_out", "k_out"))
+    rows = (AccuracyBound(each, factor, floor, BACKWARD, half_ulps) for each in ("dq", "dk"))
+    summed = (AccuracyBound(each, factor, floor, BACKWARD) for each in ("dq_weight", "dk_weight"))
+    return (*forward, *rows, *summed)
 
 
 CONTRACT = Contract(
@@ -161,7 +163,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(Knob("token_block", (16, 32, 64), 16, "tokens of a partial sum of the weights' gradients"),),
     relations=relations(gradients=True, graph=True),
-    accuracy=_accuracy(1.0, 2.5e-3),
+    accuracy=_accuracy(1.0, 1e-5, ROUNDED),
     canonical_nan=True,
 )
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -109,9 +110,9 @@ def _relations(*, graph: bool) -> tuple[Relation, ...]:
     )
 
 
-def _accuracy(factor: float, floor: float) -> tuple[AccuracyBound, ...]:
-    forward = (AccuracyBound(each, factor, floor, FORWARD) for each in ("q_out", "k_out"))
-    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD) for each in ("dq", "dk")))
+def _accuracy(factor: float, floor: float, half_ulps: float = 0.0) -> tuple[AccuracyBound, ...]:
+    forward = (AccuracyBound(each, factor, floor, FORWARD, half_ulps) for each in ("q_out", "k_out"))
+    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD, half_ulps) for each in ("dq", "dk")))
 
 
 CONTRACT = Contract(
@@ -154,7 +155,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(),
     relations=_relations(graph=True),
-    accuracy=_accuracy(1.0, 2.5e-3),
+    accuracy=_accuracy(1.0, 0.0, ROUNDED),
     canonical_nan=True,
 )
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -133,9 +134,9 @@ CUDA_CONTRACT = Contract(
     knobs=(),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=4e-3, regimes=FORWARD),
-        AccuracyBound("dgate", factor=1.0, floor=4e-3, regimes=BACKWARD),
-        AccuracyBound("dup", factor=1.0, floor=4e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("dgate", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dup", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
     ),
     canonical_nan=True,
 )
