@@ -486,7 +486,8 @@ def store_rows(
 @triton.jit(
     do_not_specialize=[
         *("slse_h", "stable", "columns", "pages", "chunks", "parts", "span", "tiles", "groups", "together")
-    ]
+    ],
+    do_not_specialize_on_alignment=["CU", "LENGTHS"],
 )
 def attention_fwd_kernel(
     Q, K, V, O, LSE, CU, LENGTHS, TABLE, PA, PM, PL, scale,
@@ -586,7 +587,9 @@ def attention_fwd_kernel(
         store_rows(O, LSE, M, L, A, token0, o_r, r, head0, so_t, so_h, slse_h, PACK, D, HAS_LSE, SWAP)
 
 
-@triton.jit(do_not_specialize=["slse_h", "chunks", "longest"])
+@triton.jit(
+    do_not_specialize=["slse_h", "chunks", "longest"], do_not_specialize_on_alignment=["CU", "LENGTHS"]
+)
 def attention_merge_kernel(
     O, LSE, CU, LENGTHS, PA, PM, PL, so_t, so_h, slse_h, chunks, longest,
     HQ: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr, UNTIL: tl.constexpr, CHUNK: tl.constexpr,
@@ -624,7 +627,10 @@ def attention_merge_kernel(
     store_rows(O, LSE, M, L, A, token0, row + o_1, r, h, so_t, so_h, slse_h, 1, D, HAS_LSE, False)
 
 
-@triton.jit(do_not_specialize=["tokens", "batch", "stable", "columns", "pages", "page_size"])
+@triton.jit(
+    do_not_specialize=["tokens", "batch", "stable", "columns", "pages", "page_size"],
+    do_not_specialize_on_alignment=["CU", "LENGTHS", "TABLE"],
+)
 def write_cache_kernel(
     K, V, KC, VC, TABLE, CU, LENGTHS, tokens, batch, stable, columns, pages, page_size,
     sk_t, sk_h, sv_t, sv_h, skc_page, skc_slot, skc_h, svc_page, svc_slot, svc_h,

@@ -261,7 +261,11 @@ CUDA_GRIDS = {
         _workload("update", layer, tokens) for model in MODELS for layer in model.block for tokens in MANY
     ),
     "gradients": tuple(_workload("backward", layer, 8192) for model in MODELS for layer in model.block),
-    "lm_head": tuple(_workload("decode", model.head, tokens) for model in MODELS for tokens in (*FEW, 1024)),
+    "lm_head": (
+        *(_workload("decode", model.head, tokens) for model in MODELS for tokens in (*FEW, 1024)),
+        *(_workload("update", model.head, 16384) for model in MODELS),
+        *(_workload("backward", model.head, 8192) for model in MODELS),
+    ),
 }
 SCOPES = tuple(
     {"in_features": k, "out_features": n, "bias": bias}
