@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.models.test_relations import decoder
 
 from kernelbraid.models.layer import Paged
 from kernelbraid.models.model import Cache, Decoder
-from tests.models.test_relations import decoder
 
 MODELS = ("SmolLM2-135M", "Qwen2.5-1.5B", "Qwen3-MoE-small")
 

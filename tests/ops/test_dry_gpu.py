@@ -96,7 +96,7 @@ def test_linear_knows_its_shared_memory(tmp_path):
 
 
 def test_tiles_leave_room_for_what_is_stored():
-    """A weight gradient of 128 x 256 float32 numbers and three stages of operands are too much for an H100."""
+    """A weight gradient of 128 x 256 float32 numbers and three stages of operands are too much."""
     assert linear.shared_bytes(128, 256, 64, 3, True, 4) > dry_gpu.SHARED[90]
     for architecture in (80, 86, 89, 90, 100, 120):
         for which, itemsize in ((0, 2), (1, 2), (2, 4)):
