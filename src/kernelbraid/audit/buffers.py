@@ -99,8 +99,8 @@ class Arena:
     def fill(self, contents: Mapping[str, Array]) -> None:
         """Copy arrays to their places, but for read-only ones that were the last to be copied there.
 
-        Nobody else may write to the arena from its first `fill` on. `pushed` then says how many bytes from its
-        start workers see already.
+        Nobody else may write to the arena from its first `fill` on. Of so many bytes from the start on as
+        `pushed` says, workers know already.
         """
         changed = self.size
         for place in self.placements:
