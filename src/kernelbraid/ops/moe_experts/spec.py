@@ -328,7 +328,7 @@ SCOPES = tuple(
     )
 )
 REAL_MODEL = dict(zip(("width", "intermediate", "experts", "top_k"), QWEN3_30B_A3B, strict=True))
-CUDA_SCOPES = (*SCOPES, {**REAL_MODEL, "experts": 16})
+CUDA_SCOPES = (*SCOPES, {**REAL_MODEL, "intermediate": 256, "experts": 16})
 
 
 def cost(workload: Workload, *, dtype: str) -> Cost:
