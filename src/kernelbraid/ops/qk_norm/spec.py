@@ -1,7 +1,5 @@
 """QK norm's contracts, workloads and costs. README.md derives the orders; this file states them."""
 
-from functools import partial
-
 from kernelbraid.contract import (
     ROUNDED,
     AccuracyBound,
@@ -14,14 +12,13 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Peer
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rms_norm import spec as norm
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
-    KINDS,
     TOKENS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -226,63 +223,28 @@ def cost(workload: Workload, *, dtype: str) -> Cost:
     return Cost(operations * elements(workload), FORM.moved(workload, dtype))
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.qk_norm.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.qk_norm.reference import vendor
-
-    return vendor(problem)
-
-
-QK_NORM = Operator(
-    name="qk_norm",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
-    grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="float32"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(
-        Peer("torch", "torch_qk_norm", FORWARD),
-        Peer("torch", "torch_qk_norm_backward", BACKWARD),
-    ),
-    peer_file="peers.py",
-    scopes=SCOPES,
-    kinds=KINDS,
+PEERS = (
+    Peer("torch", "torch_qk_norm", FORWARD),
+    Peer("torch", "torch_qk_norm_backward", BACKWARD),
 )
-
-QK_NORM_CUDA = Operator(
-    name="qk_norm",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+QK_NORM = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
+    grids=GRIDS,
+    cost=cost,
+    peers=PEERS,
+    scopes=SCOPES,
+)
+QK_NORM_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="bfloat16"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_qk_norm", FORWARD),
-        Peer("torch", "torch_qk_norm_backward", BACKWARD),
+        *PEERS,
         Peer("liger_kernel", "liger_qk_norm", FORWARD, "liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=SCOPES,
-    kinds=KINDS,
 )
