@@ -53,7 +53,10 @@ def size(each) -> int:
 def check(chosen, architecture: int, folder: Path) -> None:
     for each in chosen:
         done = dry_gpu.compiled(each, architecture, folder)
-        assert done.fits(architecture), f"sm_{architecture} {each.label}: {done}"
+        label = f"sm_{architecture} {each.label}: {done}"
+        assert done.shared <= dry_gpu.SHARED[architecture], label
+        # for these ptxas spills a little rather than have fewer programs on a multiprocessor
+        assert done.spills <= (0 if architecture >= 90 else 32), label
 
 
 @pytest.mark.parametrize("name", MOST)
