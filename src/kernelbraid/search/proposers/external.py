@@ -7,6 +7,7 @@ calls.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
 from kernelbraid.ir.store import StudyBusyError
-from kernelbraid.search import audits, loop
+from kernelbraid.search import audits, loop, merging
 from kernelbraid.search import opportunities as analysers
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
 from kernelbraid.search.proposers import Proposal, edits
@@ -95,6 +96,24 @@ def source(folder: Path, sha256: str) -> dict[str, Any]:
                 }
                 for step in steps
             ],
+        }
+
+
+def merge(folder: Path, ours: str, theirs: str) -> dict[str, Any]:
+    """Return two implementations composed over their nearest common ancestor, or what conflicts.
+
+    The text is a proposal like any other: submit it with both as parents.
+
+    Raises:
+        ValueError: one of them is not verified, or one descends from the other.
+    """
+    with Study.open(folder) as study, study.store.read():
+        found = merging.merge(study, ours, theirs)
+        return {
+            "base": found.base,
+            "parents": list(found.parents),
+            "text": None if found.source is None else found.source.text,
+            "conflicts": [asdict(each) for each in found.conflicts],
         }
 
 
