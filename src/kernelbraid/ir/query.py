@@ -222,9 +222,11 @@ def modification(store: Store, sha256: str) -> Modification | None:
         return session.scalars(select(Modification).where(Modification.child == sha256)).one_or_none()
 
 
-def lineage_decisions(store: Store, sha256: str) -> list[LineageDecision]:
-    """What was decided about an implementation, oldest first; the last one holds."""
-    decided = select(LineageDecision).where(LineageDecision.implementation == sha256)
+def lineage_decisions(store: Store, sha256: str | None = None) -> list[LineageDecision]:
+    """What was decided, oldest first, the last one holds; about one implementation if named."""
+    decided = select(LineageDecision)
+    if sha256 is not None:
+        decided = decided.where(LineageDecision.implementation == sha256)
     with store.read() as session:
         return list(session.scalars(decided.order_by(LineageDecision.id)))
 

@@ -1,0 +1,24 @@
+"""Verbs that write something to look at."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kernelbraid.cli.application import Json, StudyFolder, app, done
+
+
+@app.command()
+def report(
+    study: StudyFolder,
+    to: Annotated[Path, typer.Option("--output", "-o", help="Page to write.", metavar="FILE")] = Path(
+        "report.html"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Write a study as one HTML page that loads nothing else: descent, objective, latencies, spending."""
+    from kernelbraid.ir.store import Store
+    from kernelbraid.report import render
+
+    with Store.open(study) as store:
+        done(as_json, render.write(store, to))
