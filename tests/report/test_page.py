@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.ir.plain import REQUIREMENTS, WORKLOADS, audited, child, new_store
+from tests.ir.plain import REQUIREMENTS, ROOT, WORKLOADS, audited, child, new_store
 from tests.ir.test_query import fill
 from tests.report.studies import small_study
 
@@ -132,11 +132,12 @@ def test_the_ledger_adds_up_and_invents_nothing(tmp_path: Path) -> None:
 
 def test_tokens_so_far_stand_beside_each_audit(tmp_path: Path) -> None:
     with new_store(tmp_path / "s") as store:
+        audited(store, ROOT.sha256)
         for number, tokens in ((1, 100), (2, 50)):
             store.record_usage(Usage(purpose="proposal", proposer_calls=1, tokens_in=tokens, tokens_out=7))
             audited(store, child(store, number))
         page = document(store)
-        assert [row["tokens"] for row in page.objective] == [107, 164]
+        assert [row["tokens"] for row in page.objective] == [0, 107, 164]
         assert page.tokens == "Tokens are those that the proposer told, in and out added."
         store.record_usage(Usage(purpose="proposal", proposer_calls=1))
         assert document(store).tokens.startswith("Tokens are at least those shown: 2 of 3 proposer calls")
