@@ -17,8 +17,11 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a study as one HTML page that loads nothing else: descent, objective, latencies, spending."""
+    import gc
+
     from kernelbraid.ir.store import Store
     from kernelbraid.report import render
 
+    gc.disable()  # this process ends with the page, and looking for garbage would take a fifth of its time
     with Store.open(study) as store:
         done(as_json, render.write(store, to))

@@ -148,6 +148,15 @@ def without_evidence(store: Store) -> list[Implementation]:
     return _implementations(store, select(Implementation).where(~audited))
 
 
+def states(store: Store) -> dict[str, str]:
+    """Implementation -> state, for the root and those that are verified; the more telling name wins."""
+    with store.read():
+        found = {each.sha256: "verified" for each in verified(store)}
+        found |= {each.sha256: "archive" for each in archive(store)}
+        found |= {each.sha256: "frontier" for each in frontier(store)}
+        return found | {store.study.root: "root", incumbent(store).sha256: "incumbent"}
+
+
 def is_verified(store: Store, sha256: str) -> bool:
     """Whether the implementation of that whole hash is a branch point."""
     with store.read() as session:

@@ -62,6 +62,7 @@ def hunks(a: Sequence[str], b: Sequence[str]) -> list[Hunk]:
     first = next(compress(range(shorter), map(ne, a, b)), shorter)
     last = next(compress(range(shorter - first), map(ne, reversed(a), reversed(b))), shorter - first)
     left, right = a[first : len(a) - last], b[first : len(b) - last]
+    codes: Sequence[tuple[str, int, int, int, int]]
     if len(left) + len(right) > MOST_LINES:
         codes = [("replace", 0, len(left), 0, len(right))]
     else:

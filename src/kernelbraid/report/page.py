@@ -13,7 +13,6 @@ from kernelbraid.ir.schema import LineageDecision, PromotionDecision, Usage
 from kernelbraid.ir.store import Store
 from kernelbraid.ir.survey import Finding, Timing
 from kernelbraid.ir.views import OBJECTIVE_PROTOCOL
-from kernelbraid.report.documents import states_of_verified
 from kernelbraid.report.tree import Layout, layout
 
 Row = dict[str, Any]
@@ -115,7 +114,7 @@ def _nodes(
     implementations = query.implementations(store)
     index = {each.sha256: i for i, each in enumerate(implementations)}
     changes = {each.child: each for each in survey.changes(store)}
-    states = states_of_verified(store)
+    states = query.states(store)
     incumbent = query.incumbent(store).sha256
     ratios = {
         each.implementation: ms[0] / ms[1]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from kernelbraid.ir import survey
 from kernelbraid.ir.files import write_whole
@@ -86,12 +85,12 @@ def html(page: Page, sources: Sequence[deltas.Packed]) -> str:
     names, shared = short_names([each["name"] for each in page.workloads])
     return environment.from_string(_part("page.html")).render(
         page=page,
-        script=Markup(script),
-        style=Markup(style),
+        script=script,
+        style=style,
         script_hash=_csp_hash(script),
         style_hash=_csp_hash(style),
-        data=Markup(_packed(_payload(page, points))),
-        sources=Markup(_packed(sources)),
+        data=_packed(_payload(page, points)),
+        sources=_packed(sources),
         plots=plots,
         legend=[entry for entry in LEGEND if any(node["group"] == entry[0] for node in page.nodes)],
         names=names,
@@ -118,7 +117,7 @@ def _plots(page: Page) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
     points: dict[str, list[list[int]]] = {}
     steps = [(each["audit"], each["ratio"]) for each in page.incumbents]
 
-    def scatter(key: str, title: str, x_label: str, rows: Sequence[Mapping[str, Any]], x: str) -> Markup:
+    def scatter(key: str, title: str, x_label: str, rows: Sequence[Mapping[str, Any]], x: str) -> str:
         ordered: dict[str, list[tuple[int, tuple[float, float]]]] = {}
         for row in rows:
             ordered.setdefault(groups[row["node"]], []).append((row["node"], (row[x], row["ratio"])))
@@ -130,12 +129,12 @@ def _plots(page: Page) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
             for group in plain
             for (node, _), pixel in zip(ordered[group], pixels[group], strict=True)
         ]
-        return Markup(drawn)
+        return drawn
 
     told = [row for row in page.objective if row["tokens"] is not None]
     parents = [node["parents"] for node in page.nodes]
     plots: dict[str, Any] = {
-        "graph": Markup(charts.graph(page.layout, parents, groups)),
+        "graph": charts.graph(page.layout, parents, groups),
         "audits": None,
         "tokens": None,
         "workloads": [_trajectory(page, row, groups) for row in page.workloads],
@@ -150,7 +149,7 @@ def _plots(page: Page) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
     return plots, points
 
 
-def _trajectory(page: Page, workload: Mapping[str, Any], groups: Sequence[str]) -> Markup | None:
+def _trajectory(page: Page, workload: Mapping[str, Any], groups: Sequence[str]) -> str | None:
     by_request = {row["request"]: row["ratio"] for row in workload["points"]}
     if not by_request:
         return None
@@ -165,10 +164,10 @@ def _trajectory(page: Page, workload: Mapping[str, Any], groups: Sequence[str]) 
     title = f"{workload['name']}: ratio to the root over audits, limit {workload['limit']:g}"
     ordered = dict(sorted(points.items()))
     drawn, _ = charts.scatter(charts.SMALL, title, "audits", ordered, steps, workload["limit"])
-    return Markup(drawn)
+    return drawn
 
 
-def _roofline(page: Page) -> Markup | None:
+def _roofline(page: Page) -> str | None:
     rows = [row for row in page.workloads if row["bound_ms"] and row["best_ms"] > 0 and row["root_ms"] > 0]
     if not rows:
         return None
@@ -176,7 +175,7 @@ def _roofline(page: Page) -> Markup | None:
     spans = [
         (name, row["bound_ms"], row["best_ms"], row["root_ms"]) for name, row in zip(names, rows, strict=True)
     ]
-    return Markup(charts.spans("Milliseconds a call: bound, best and root of each workload", spans))
+    return charts.spans("Milliseconds a call: bound, best and root of each workload", spans)
 
 
 def _payload(page: Page, points: dict[str, list[list[int]]]) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def _payload(page: Page, points: dict[str, list[list[int]]]) -> dict[str, Any]:
     return {
         "requirements": [each["id"] for each in page.requirements],
         "sets": [[place[member] for member in members] for members in sets],
-        "workloads": [each["name"] for each in page.workloads],
+        "workloads": short_names([each["name"] for each in page.workloads])[0],
         "limits": [each["limit"] for each in page.workloads],
         "incumbent": next(i for i, node in enumerate(page.nodes) if node["state"] == "incumbent"),
         "points": points,

@@ -83,7 +83,7 @@
       if (mark !== "+") old++;
       if (mark !== "-") fresh++;
       if (!near[i]) { skipped++; return; }
-      if (skipped || out.childNodes.length === 0) out.append(make("span", { class: "gap" }, `@@ line ${old} to ${fresh} @@\n`));
+      if (skipped || out.childNodes.length === 0) out.append(make("span", { class: "gap" }, `@@ -${old} +${fresh} @@\n`));
       skipped = 0;
       out.append(make("span", { class: mark === "+" ? "plus" : mark === "-" ? "minus" : "same" }, `${mark}${text}\n`));
     });
@@ -139,6 +139,8 @@
       make("td", typeof cell === "number" ? { class: "number" } : {}, cell instanceof Node ? cell : String(show(cell))))))));
   const facts = (pairs) => make("dl", {}, pairs.filter(([, value]) => value && value.length !== 0)
     .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, make("bdi", {}, value)))));
+  const folded = (ids) => ids.length < 4 ? ids.join(", ")
+    : make("details", {}, make("summary", {}, `${ids.length} requirements`), make("ul", {}, ids.map((id) => make("li", {}, make("code", {}, id)))));
   const audit = (each) => {
     const out = make("section", {});
     const reqs = data.sets[each.checked] || [], failed = each.failures.length;
@@ -152,9 +154,9 @@
         : `${d.place}: ${d.left} against ${d.right}${d.ulp === null ? "" : `, ${show(d.ulp)} ULP apart`}; ${show(d.unequal)} unequal; seed ${d.seed}; case ${d.case}`;
       out.append(make("p", {}, make("code", {}, failure.requirement), " broke: ", make("bdi", {}, words)));
     }
-    if (each.timings.length) out.append(table(["workload", "", "processes", "ms", "root ms", "ratio", "limit", "bound ms"],
+    if (each.timings.length) out.append(table(["workload", "processes", "ms", "root ms", "ratio", "limit", "bound ms"],
       each.timings.map(([w, protocol, processes, ms, root, , bound]) =>
-        [typeof w === "number" ? data.workloads[w] : w, protocol, processes, ms, root,
+        [`${typeof w === "number" ? data.workloads[w] : w}${protocol === "cold" ? "" : ` (${protocol})`}`, processes, ms, root,
           typeof ms === "number" && typeof root === "number" ? ms / root : null, typeof w === "number" ? data.limits[w] : null, bound])));
     if (reqs.length) out.append(make("details", {}, make("summary", {}, "requirements checked"), make("ul", {},
       reqs.map((r) => make("li", {}, make("code", {}, data.requirements[r]),
@@ -191,16 +193,17 @@
         ["hypothesis", c.hypothesis], ["mechanism", c.mechanism], ["rationale", c.rationale],
         ["edit", c.edit === undefined ? null : make("code", {}, JSON.stringify(c.edit))],
         ["functions", (c.functions || []).join(", ")], ["regimes", (c.regimes || []).join(", ")], ["expected effect", c.expected_effect],
-        ["requirements at risk", (c.requirements_at_risk || []).join(", ")], ["falsified by", c.falsified_by], ["proposer", c.proposer]]));
+        ["falsified by", c.falsified_by], ["proposer", c.proposer],
+        ["at risk", folded(c.requirements_at_risk || [])]]));
     for (const each of node.decisions) out.append(make("p", {}, make("strong", {}, `lineage: ${each.decision}`), ` by ${each.by}: `, make("bdi", {}, each.reason)));
     for (const each of node.promotions) {
       out.append(make("p", {}, make("strong", {}, each.granted ? "promoted" : `promotion refused, ${each.blocked_by}`), ": ", make("bdi", {}, each.reason), each.bits_changed ? " (its bits are not the previous incumbent's)" : ""));
       out.append(make("details", {}, make("summary", {}, "checks"), table(["check", "held", "value", "limit", ""],
         each.checks.map((k) => [k.name, k.held ? "yes" : "NO", k.value, k.limit, k.detail || ""]))));
     }
+    out.append(sourceOf(i));
     if (!node.audits.length) out.append(make("p", {}, "No audit has answered for it."));
     for (const each of node.audits) out.append(audit(each));
-    out.append(sourceOf(i));
     out.scrollTop = 0;
   };
   const select = (i, { move = true } = {}) => {
