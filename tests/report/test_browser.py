@@ -138,9 +138,14 @@ def test_dark_mode_print_and_no_scripts(browser: Any, small: tuple[Path, dict[st
     ground = "getComputedStyle(document.body).backgroundColor"
     light, dark = Opened(browser, path), Opened(browser, path, color_scheme="dark")
     assert light.page.evaluate(ground) != dark.page.evaluate(ground)
-    light.page.emulate_media(media="print")
-    assert light.page.evaluate("getComputedStyle(document.querySelector('#tools')).display") == "none"
-    assert light.page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflow") == "visible"
+    paper = dark.page
+    paper.emulate_media(media="print")
+    assert paper.evaluate(ground) == light.page.evaluate(ground)
+    assert paper.evaluate("getComputedStyle(document.querySelector('#tools')).display") == "none"
+    scrolling = paper.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollHeight > e.clientHeight)"
+    )
+    assert scrolling == []
     bare = Opened(browser, path, java_script_enabled=False).page
     assert not bare.is_visible("#tools") and not bare.is_visible("#detail") and bare.is_visible("noscript p")
     assert bare.is_visible(f"#i-{shas['crashed'][:12]}") and bare.is_visible("#graph")

@@ -154,10 +154,10 @@
         : `${d.place}: ${d.left} against ${d.right}${d.ulp === null ? "" : `, ${show(d.ulp)} ULP apart`}; ${show(d.unequal)} unequal; seed ${d.seed}; case ${d.case}`;
       out.append(make("p", {}, make("code", {}, failure.requirement), " broke: ", make("bdi", {}, words)));
     }
-    if (each.timings.length) out.append(table(["workload", "processes", "ms", "root ms", "ratio", "limit", "bound ms"],
+    if (each.timings.length) out.append(table(["workload", "ms", "root ms", "ratio", "limit", "bound ms", "processes"],
       each.timings.map(([w, protocol, processes, ms, root, , bound]) =>
-        [`${typeof w === "number" ? data.workloads[w] : w}${protocol === "cold" ? "" : ` (${protocol})`}`, processes, ms, root,
-          typeof ms === "number" && typeof root === "number" ? ms / root : null, typeof w === "number" ? data.limits[w] : null, bound])));
+        [`${typeof w === "number" ? data.workloads[w] : w}${protocol === "cold" ? "" : ` (${protocol})`}`, ms, root,
+          typeof ms === "number" && typeof root === "number" ? ms / root : null, typeof w === "number" ? data.limits[w] : null, bound, processes])));
     if (reqs.length) out.append(make("details", {}, make("summary", {}, "requirements checked"), make("ul", {},
       reqs.map((r) => make("li", {}, make("code", {}, data.requirements[r]),
         each.failures.some((f) => f.requirement === data.requirements[r]) ? " broke" : " held")))));
@@ -207,9 +207,9 @@
     out.scrollTop = 0;
   };
   const select = (i, { move = true } = {}) => {
-    if (selected !== null) $(`i-${short(selected)}`).removeAttribute("aria-selected");
+    if (selected !== null) $(`i-${short(selected)}`).removeAttribute("aria-current");
     selected = i;
-    $(`i-${short(i)}`).setAttribute("aria-selected", "true");
+    $(`i-${short(i)}`).setAttribute("aria-current", "true");
     $("explorer").classList.add("open");
     $("detail").hidden = false;
     graph.querySelectorAll(".mark").forEach((mark) => mark.remove());
