@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.ir.plain import REQUIREMENTS, ROOT, WORKLOADS, audited, child, new_store
+from tests.ir.plain import REQUIREMENTS, ROOT, WORKLOADS, answer, audited, child, new_store
 from tests.ir.test_query import fill
 from tests.report.studies import small_study
 
 from kernelbraid.ir import query, survey
+from kernelbraid.ir.evidence import Level, Status, Verdict
 from kernelbraid.ir.schema import Usage
-from kernelbraid.report import documents
+from kernelbraid.report import deltas, documents, render
 from kernelbraid.report.page import document
 
 
@@ -149,6 +150,18 @@ def test_a_new_study_has_a_page(tmp_path: Path) -> None:
     assert len(page.nodes) == 1 and page.objective == [] and page.rejections == [] and page.ledger == []
     assert page.environment is None and page.totals["incumbent_ratio"] == 1.0
     assert page.tokens == "Tokens are unknown. No proposer call is recorded, and no record tells tokens."
+
+
+def test_errors_that_are_no_numbers_are_told_with_their_failure(tmp_path: Path) -> None:
+    with new_store(tmp_path / "s") as store:
+        request = store.request_audit(ROOT.sha256, Level.SCREEN)
+        verdict = Verdict("toy/1/accuracy_out/decode", False, cases=1, comparisons=9, error=math.nan)
+        store.record(answer(store, request, Status.INACCURATE, verdicts=(verdict,)))
+        [audit] = document(store).nodes[0]["audits"]
+        assert audit.error is None and audit.comparisons == 0
+        assert math.isnan(audit.failures[0].error)
+        page = render.html(document(store), deltas.pack(survey.sources(store), {}))
+    assert "inaccurate" in page
 
 
 def test_surveys_stay_quick_in_a_large_study(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Finding:
     comparisons: int = 0
     """Elements compared as bits."""
     error: float | None = None
-    """The largest finite ratio of an error to its bound; None where no accuracy was checked."""
+    """The largest finite ratio of an error to its bound; None where there is none."""
     failures: tuple[Failure, ...] = field(default=())
     timings: tuple[Timing, ...] = field(default=())
 
@@ -180,7 +180,8 @@ def sources(store: Store) -> Iterator[tuple[str, str]]:
 def _checked(session: Session) -> dict[int, tuple[tuple[int, ...], int, float | None]]:
     """Audit -> requirements with a verdict, elements compared, largest error over its bound."""
     compared = func.sum(case((Requirement.kind == "relation", _verdict.comparisons), else_=0))
-    worst = func.max(cast(type_coerce(_verdict.error, String), Float))
+    error = type_coerce(_verdict.error, String)  # `nan` and `inf` are texts there
+    worst = func.max(case((error.not_in(("nan", "inf", "-inf")), cast(error, Float))))
     wanted = (
         select(_verdict.audit, func.group_concat(Requirement.seq), compared, worst)
         .join(Requirement, Requirement.id == _verdict.requirement)
@@ -188,10 +189,10 @@ def _checked(session: Session) -> dict[int, tuple[tuple[int, ...], int, float | 
     )
     seen: dict[str, tuple[int, ...]] = {}
     found = {}
-    for audit, joined, comparisons, error in session.execute(wanted):
+    for audit, joined, comparisons, largest in session.execute(wanted):
         if joined not in seen:
             seen[joined] = tuple(sorted(map(int, joined.split(","))))
-        found[audit] = seen[joined], comparisons, error
+        found[audit] = seen[joined], comparisons, largest
     return found
 
 
