@@ -128,7 +128,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith(("kernelbraid/", "kernelbraid-")) for name in names)
     held = set(names)
-    needed = ("py.typed", "ops/attention/README.md", "ops/attention/cpu.py", "ops/attention/captured.npz")
+    needed = (
+        "py.typed",
+        "ops/attention/README.md",
+        "ops/attention/cpu.py",
+        "ops/attention/captured.npz",
+        *(f"report/template/page.{kind}" for kind in ("html", "css", "js")),
+    )
     for name in needed:
         assert f"kernelbraid/{name}" in held
     assert any(name.endswith("licenses/LICENSE") for name in names)
