@@ -15,6 +15,7 @@ the gradient of each log-probability is exactly -w[t] * A[t], that of the policy
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +104,8 @@ class Grpo:
         ValueError: a number lies outside its limits, or `fixed_length` does not go with the aggregation.
     """
 
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Above clip_low: clip-higher (DAPO, Yu et al. 2025)."""
@@ -130,6 +133,8 @@ class Ppo:
     Raises:
         ValueError: as `Grpo`.
     """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     clip_low: float = 0.2
     clip_high: float = 0.2

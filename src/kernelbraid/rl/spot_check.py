@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class OnMismatch(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SpotCheck:
     """How much of a batch is recomputed to test its records."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     completions: int = 2
     """That hold at least one token; 0 turns the check off."""
