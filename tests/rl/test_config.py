@@ -45,7 +45,7 @@ def refused(**changes: Any) -> list[str]:
     with pytest.raises(ValueError) as caught:
         parse_config(changed(**changes))
     first, *lines = str(caught.value).splitlines()
-    assert first == f"the configuration has {len(lines)} errors:"
+    assert first == f"the configuration has {len(lines)} error{'s' * (len(lines) > 1)}:"
     return lines
 
 

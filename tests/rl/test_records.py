@@ -90,6 +90,10 @@ def test_batches_pack_and_group() -> None:
     assert found.groups == (range(0, 2), range(2, 4), range(4, 6))
     assert found.group_offsets().tolist() == [0, 2, 4, 6]
     assert found.packed([5, 0]).cu_seqlens.tolist() == [0, 5, 7]
+    assert found.counted().all() and len(found.counted()) == 21
+    cut = RolloutBatch(0, (completion(0, 0, 2), completion(0, 1, 3, finish=Finish.LENGTH)))
+    assert cut.counted(mask_truncated=True).tolist() == [True] * 2 + [False] * 3
+    assert cut.counted().all()
     assert pack([]).cu_seqlens.tolist() == [0] and len(RolloutBatch(0, ())) == 0
     with pytest.raises(ValueError, match="prompt 0 has two completions of number 0"):
         RolloutBatch(0, (completion(), completion()))

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,8 @@ def test_explanations_for_people_and_machines() -> None:
     assert json.loads(json.dumps(found.document())) == {"reuse": False, "reasons": {"stale_version": 6}}
     codes = [each.code for each in Reason]
     assert len(set(codes)) == len(codes) and all(each.sentence.endswith(".") for each in Reason)
+
+
+def test_every_reason_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+    assert not [each.code for each in Reason if f"`{each.code}`" not in page]

@@ -306,7 +306,8 @@ def parse_config(document: dict[str, Any], source: str = "the configuration") ->
         return Config.model_validate(document)
     except ValidationError as error:
         lines = [line for each in error.errors() for line in _lines(dict(each))]
-        raise ValueError(f"{source} has {len(lines)} errors:\n" + "\n".join(lines)) from None
+        count = "1 error" if len(lines) == 1 else f"{len(lines)} errors"
+        raise ValueError(f"{source} has {count}:\n" + "\n".join(lines)) from None
 
 
 def make_task(section: JsonlSection | MathSection | GymSection, folder: str | Path = ".") -> Task:

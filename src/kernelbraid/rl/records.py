@@ -263,6 +263,14 @@ class RolloutBatch:
         """int32 [groups + 1]: where each prompt's completions start, and the end."""
         return torch.tensor([0, *(each.stop for each in self.groups)], dtype=torch.int32)
 
+    def counted(self, *, mask_truncated: bool = False) -> Tensor:
+        """bool [T]: tokens that count in a loss, all of them, or none of truncated completions."""
+        flags = [
+            torch.full((len(each.tokens),), not (mask_truncated and each.truncated))
+            for each in self.completions
+        ]
+        return torch.cat([torch.empty(0, dtype=torch.bool), *flags])
+
     def packed(self, chosen: Sequence[int] | None = None) -> Packed:
         """Tokens of all completions, or of those at some positions, in the order given."""
         held = [self.completions[i] for i in chosen] if chosen is not None else list(self.completions)
