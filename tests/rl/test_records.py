@@ -1,11 +1,12 @@
 """Records of rollouts: what they refuse, how they pack, that they survive JSON."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.rl.rollouts import batch, completion
+from tests.rl.rollouts import SNAPSHOT, batch, completion
 
 from kernelbraid.rl.records import Drawn, Finish, RolloutBatch, Sampling, pack
 
@@ -99,3 +100,11 @@ def test_batches_pack_and_group() -> None:
         RolloutBatch(0, (completion(), completion()))
     with pytest.raises(ValueError, match="completions of one prompt must be adjacent"):
         RolloutBatch(0, (completion(0, 0), completion(1, 0), completion(0, 1)))
+
+
+@pytest.mark.parametrize("name", ["bits_id", "dtype", "device", "run"])
+def test_snapshots_name_everything(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} of a snapshot must not be empty"):
+        replace(SNAPSHOT, **{name: ""})
+    with pytest.raises(ValueError, match="version must not be negative"):
+        replace(SNAPSHOT, version=-1)

@@ -156,6 +156,8 @@ def test_explanations_for_people_and_machines() -> None:
         "Tokens were drawn under another version of the weights. 6 completions, the first is number 0: "
         "recorded 2, wanted 3."
     )
+    one = decide(batch(prompts=1, samples=1, as_drawn=False), OBJECTIVE, SNAPSHOT)
+    assert one.explain().endswith("tokenised again. It is completion number 0.")
     assert json.loads(json.dumps(found.document())) == {"reuse": False, "reasons": {"stale_version": 6}}
     codes = [each.code for each in Reason]
     assert len(set(codes)) == len(codes) and all(each.sentence.endswith(".") for each in Reason)

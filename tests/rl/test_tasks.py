@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -120,6 +119,11 @@ def file_of(folder: Path, *lines: object) -> Path:
 def reward_file(tmp_path: Path) -> Path:
     path = tmp_path / "rewards.py"
     path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Weights:\n"
+        "    length: float = 1.0\n"
         "def near(completion, record):\n"
         "    return None if completion == '?' else -abs(len(completion) - record['length'])\n"
         "def wrong(completion, record):\n"
@@ -139,7 +143,6 @@ def test_tasks_in_files(tmp_path: Path, reward_file: Path) -> None:
     assert second.prompt == (Message("system", "Be short."), Message("user", "Hi")) and second.index == 1
     assert task.reward(first, "hello") == -3.0 and task.reward(second, "hello") == 0
     assert math.isnan(task.reward(first, "?"))
-    assert "kernelbraid_reward_rewards" not in sys.modules
     identity = task.identity
     reward_file.write_text(reward_file.read_text() + "# changed\n")
     assert JsonLines(path, f"{reward_file}:near").identity != identity

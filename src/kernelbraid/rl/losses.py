@@ -255,14 +255,16 @@ def token_weights(
     """What each token's number is multiplied by, float64 [T], 0 where the mask is False.
 
     Raises:
-        ValueError: `fixed_length` does not go with the aggregation, or a step has fewer completions than its
-            piece.
+        ValueError: `fixed_length` does not go with the aggregation, or the step has fewer completions or
+            tokens than its piece.
     """
     aggregation = choose(Aggregation, "aggregation", aggregation)
     _check_fixed(aggregation, fixed_length)
     count = len(cu_seqlens) - 1
     if step.completions < count:
         raise ValueError(f"step has {step.completions} completions, fewer than the {count} of this piece")
+    if mask.is_cpu and int(mask.sum()) > step.tokens:  # elsewhere this would wait for the device
+        raise ValueError(f"step has {step.tokens} tokens, fewer than the {int(mask.sum())} of this piece")
     if aggregation == Aggregation.SEQUENCE:
         belongs = owners(cu_seqlens, len(mask))
         counted = torch.zeros(count, dtype=torch.int64, device=mask.device)
@@ -377,8 +379,8 @@ def _with_penalty(
 ) -> Tensor:
     if options.kl_weight == 0:
         return terms
-    if reference is None or reference.shape != logprobs.shape:
-        raise ValueError(f"reference must be [{len(mask)}] where kl_weight is not 0")
+    if reference is None or reference.shape != logprobs.shape or reference.dtype != logprobs.dtype:
+        raise ValueError(f"reference must be {logprobs.dtype} [{len(mask)}] where kl_weight is not 0")
     policy, fixed = torch.where(mask, logprobs, 0.0), torch.where(mask, reference.detach(), 0.0)
     return terms + options.kl_weight * kl_estimate(options.kl_estimator, policy, fixed)
 
@@ -393,8 +395,8 @@ def _with_entropy(
 ) -> Tensor:
     if options.entropy_weight == 0:
         return terms
-    if entropy is None or entropy.shape != mask.shape:
-        raise ValueError(f"entropy must be [{len(mask)}] where entropy_weight is not 0")
+    if entropy is None or entropy.shape != mask.shape or entropy.dtype != terms.dtype:
+        raise ValueError(f"entropy must be {terms.dtype} [{len(mask)}] where entropy_weight is not 0")
     mean = token_weights(Aggregation.TOKEN, cu_seqlens, mask, step).to(terms.dtype)
     return terms - options.entropy_weight * mean * torch.where(mask, entropy, 0.0)
 

@@ -47,7 +47,7 @@ def spread(values: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
 class _OrderedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, terms: Tensor, start: float) -> Tensor:
-        ctx.like = terms
+        ctx.shape, ctx.dtype = terms.shape, terms.dtype
         numbers = np.empty(len(terms) + 1)
         numbers[0] = start
         numbers[1:] = terms.detach().cpu().numpy()
@@ -56,7 +56,7 @@ class _OrderedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.to(ctx.like.dtype).expand_as(ctx.like), None
+        return gradient.to(ctx.dtype).expand(ctx.shape), None
 
 
 def sum_in_token_order(terms: Tensor, start: float = 0.0) -> Tensor:

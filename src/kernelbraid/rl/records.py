@@ -136,11 +136,18 @@ class Snapshot:
     """In which the weights are used, such as `float32` or `bfloat16`."""
     device: str
     """The architecture as in bits ids: `cpu`, `sm_90`."""
+    run: str
+    """Name of the process that counts the versions, a random one for instance. A resumed run is another one:
+    it may begin at an earlier checkpoint and count the same versions again."""
     weights: str | None = None
-    """Identity of the weights across processes, such as a checkpoint's hash; None where nobody made one.
-    A version alone means nothing in another process: a run may be resumed from an earlier checkpoint."""
-    run: str = ""
-    """The process that counts the versions; a resumed run is another one."""
+    """Identity of the weights across processes, such as a checkpoint's hash; None where nobody made one."""
+
+    def __post_init__(self) -> None:
+        for name in ("bits_id", "dtype", "device", "run"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} of a snapshot must not be empty")
+        if self.version < 0:
+            raise ValueError(f"version must not be negative, got {self.version}")
 
 
 @dataclass(frozen=True, slots=True)

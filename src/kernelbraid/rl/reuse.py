@@ -132,7 +132,8 @@ class Decision:
             where = [each for each in found if each.completion is not None]
             line = reason.sentence
             if where:
-                line += f" {len(where)} completions, the first is number {where[0].completion}"
+                many = f"{len(where)} completions, the first is" if len(where) > 1 else "It is completion"
+                line += f" {many} number {where[0].completion}"
                 line += f": {where[0].detail}." if where[0].detail else "."
             elif found[0].detail:
                 line += f" {found[0].detail}."
@@ -234,7 +235,7 @@ def _other_weights(completion: Completion, snapshot: Snapshot) -> Iterator[tuple
         if recorded.weights != snapshot.weights:
             yield Reason.WEIGHTS, _both(recorded.weights, snapshot.weights)
     elif recorded.run != snapshot.run:
-        yield Reason.OTHER_RUN, _both(recorded.run or "no run", snapshot.run or "no run")
+        yield Reason.OTHER_RUN, _both(recorded.run, snapshot.run)
 
 
 def _other_parameters(drawn: Sampling, objective: Objective) -> Iterator[tuple[Reason, str]]:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -51,8 +52,14 @@ def _module(name: str) -> Any:
 def _file(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"reward: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"kernelbraid_reward_{path.stem}", path)
+    name = f"kernelbraid_reward_{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
