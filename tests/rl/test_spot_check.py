@@ -76,6 +76,19 @@ def test_reuse_computes_a_sample_alone() -> None:
         old.resolve(given, SNAPSHOT, recompute)
 
 
+def test_minibatches_of_all_epochs_get_the_snapshots_numbers() -> None:
+    given = batch(prompts=4)
+    found = OldLogprobs(OBJECTIVE).resolve(given, SNAPSHOT, faithful)
+    for epoch in range(3):
+        order = [(5 * i + epoch) % 8 for i in range(8)]
+        for minibatch in (order[:3], order[3:4], order[4:]):
+            logprobs, _ = found.of(minibatch)
+            assert torch.equal(logprobs, faithful([given.completions[i] for i in minibatch]).logprobs)
+    moved = replace(SNAPSHOT, version=4)
+    late = OldLogprobs(OBJECTIVE).resolve(given, moved, faithful)
+    assert late.decision.reasons == (Reason.STALE_VERSION,), "asked after an optimizer step"
+
+
 def test_no_check_and_batches_without_tokens() -> None:
     recompute, calls = counted(faithful)
     assert OldLogprobs(OBJECTIVE, check=SpotCheck(0)).resolve(batch(), SNAPSHOT, recompute).decision.reuse
