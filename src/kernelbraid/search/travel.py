@@ -17,6 +17,10 @@ from kernelbraid.search.study import Study
 def proposer_of(study: Study) -> Proposer:
     """Return the proposer that a study was made with."""
     record = study.store.study
+    if record.proposer == "llm":
+        from kernelbraid.search.proposers.llm import LlmProposer
+
+        return LlmProposer.of(study)
     return External() if record.proposer == "external" else KnobProposer(record.seed)
 
 
