@@ -129,9 +129,8 @@ def spent(store: Store) -> Spent:
     written: list[int] = []
     told: list[float] = []
     with store.read() as session:
-        found: list[tuple[ModelCall, int | None, Usage | None]] = [
-            tuple(row) for row in session.execute(rows)
-        ]
+        found: Sequence[Any] = session.execute(rows).all()
+    usage: Usage | None
     for call, answered, usage in found:
         calls += 1
         if answered is not None and usage is None:

@@ -61,8 +61,8 @@ class Progress:
     """What a search is doing, for whoever watches."""
 
     stage: str
-    """A stage of an audit (`build`, `screen`, ...), or `proposed`, `audited`, `promoted`, `refused`; `proposer`
-    where the proposer says why there is no more."""
+    """A stage of an audit (`build`, `screen`, ...), or `proposed`, `audited`, `promoted`, `refused`; or
+    `proposer`, where the proposer says why there is no more."""
     candidate: str
     """First digits of its hash."""
     message: str
@@ -246,7 +246,7 @@ class _Search:
         """Pending screens, after asking the proposer for candidates if there are none."""
         most = self._affordable() if most is None else most
         waiting = self._pending(Level.SCREEN)
-        if not waiting:
+        if not waiting and not self._proposer_spent:
             self._proposer.observe(self._study)
             self._propose(most)
             waiting = self._pending(Level.SCREEN)

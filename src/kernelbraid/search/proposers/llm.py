@@ -90,11 +90,11 @@ class LlmProposer:
                 self._failures = 0
                 return (proposal,)
             self._failures += 1
+            study.store.record_usage(Usage(purpose="proposal", proposer_calls=1))
             if self._failures >= MOST_FAILURES:
                 raise ProposerSpent(f"{self._failures} attempts in a row came to nothing, the last: {reason}")
-            study.store.record_usage(Usage(purpose="proposal", proposer_calls=1))
             if study.budget.proposer_calls_left < 1 or study.budget.seconds_left <= 0:
-                return ()
+                raise ProposerSpent(f"the last attempt that the study allows came to nothing: {reason}")
 
     def _attempt(self, study: Study) -> tuple[str, str, Proposal | None]:
         """How one conversation ends: outcome, reason, and the candidate if there is one."""

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from pydantic_ai.exceptions import ModelAPIError, ModelConnectionError, ModelRequestTimeout
+from pydantic_ai.exceptions import (
+    AgentRunError,
+    ModelAPIError,
+    ModelConnectionError,
+    ModelRequestTimeout,
+    UnexpectedModelBehavior,
+)
 from pydantic_ai.messages import ModelMessage, ModelMessagesTypeAdapter, ModelResponse
 from pydantic_ai.models import Model, ModelRequestParameters
 from pydantic_ai.models.wrapper import WrapperModel
@@ -103,7 +109,9 @@ class Metered(WrapperModel):
             response = await super().request(messages, bounded, model_request_parameters)
         except Exception as error:
             self._end(call, start, str(error) or type(error).__name__, unknown() if _cut(error) else None)
-            raise
+            if isinstance(error, AgentRunError):
+                raise
+            raise UnexpectedModelBehavior(f"the endpoint's answer is malformed: {error}") from error
         usage = self._usage(response)
         self._end(call, start, response.finish_reason or "unknown", usage, response.model_name)
         if usage.tokens_in:
