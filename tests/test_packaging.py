@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "ir": {"contract"},
     "audit": {"contract", "ops", "ir"},
     "search": {"contract", "ops", "ir", "audit"},
-    "integrations": {"contract", "ops", "models", "rl", "ir", "audit", "search"},
+    "integrations": {"contract", "ops", "models", "rl", "ir", "audit", "search", "report"},
     "report": {"contract", "ops", "models", "ir", "audit", "search"},
-    "cli": {"contract", "ops", "ir", "audit", "search", "report", "models", "rl"},
+    "cli": {"contract", "ops", "ir", "audit", "search", "report", "models", "rl", "integrations"},
     "__main__": {"cli"},
     "__init__": {"contract", "ops", "search", "models"},
 }
@@ -128,7 +128,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith(("kernelbraid/", "kernelbraid-")) for name in names)
     held = set(names)
-    needed = ("py.typed", "ops/attention/README.md", "ops/attention/cpu.py", "ops/attention/captured.npz")
+    needed = (
+        "py.typed",
+        "ops/attention/README.md",
+        "ops/attention/cpu.py",
+        "ops/attention/captured.npz",
+        "search/prompts/rules.md",
+    )
     for name in needed:
         assert f"kernelbraid/{name}" in held
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -108,6 +108,8 @@ class Study:
             raise ValueError("a model's settings go with the proposer llm, and it needs them: give --model")
         if dtype not in contract.dtypes:
             raise ValueError(f"dtype must be one of {', '.join(contract.dtypes)}, got {dtype!r}")
+        if llm is not None:
+            llm.require()
         source = _root(operator, device, root)
         check_source(source, operator)
         timed = operator.grids["study"] if workloads is None else tuple(workloads)

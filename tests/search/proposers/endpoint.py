@@ -1,4 +1,4 @@
-"""A language model's endpoint on this machine: speaks chat completions and messages over HTTP, from a script."""
+"""A language model's endpoint: speaks chat completions and messages over HTTP, from a script."""
 
 import json
 import threading
@@ -78,7 +78,9 @@ class Endpoint:
             if message["role"] == "user" and isinstance(message["content"], list):
                 for part in message["content"]:
                     if part["type"] == "tool_result":
-                        found.append(part["content"] if isinstance(part["content"], str) else str(part["content"]))
+                        found.append(
+                            part["content"] if isinstance(part["content"], str) else str(part["content"])
+                        )
         return found
 
 
@@ -133,7 +135,9 @@ def serving(*moves: Any) -> Iterator[Endpoint]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            key = self.headers.get("x-api-key") or self.headers.get("Authorization", "").removeprefix("Bearer ")
+            key = self.headers.get("x-api-key") or self.headers.get("Authorization", "").removeprefix(
+                "Bearer "
+            )
             found = endpoint.answer(self.path, key, body)
             data = found.body.encode()
             self.send_response(found.status)

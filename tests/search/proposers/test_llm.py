@@ -70,7 +70,9 @@ def test_a_candidate_comes_with_all_that_a_modification_says(tmp_path: Path, api
         assert found.proposer == "llm:stub"
         (request,) = endpoint.requests
         assert request["path"] == ("/v1/chat/completions" if api == "openai" else "/v1/messages")
-        assert ROOT.sha256 in json.dumps(request["messages"]) and "QUERY_TILE" in json.dumps(request["messages"])
+        assert ROOT.sha256 in json.dumps(request["messages"]) and "QUERY_TILE" in json.dumps(
+            request["messages"]
+        )
         spent = proposing.spent(study.store)
         assert (spent.calls, spent.tokens_in, spent.tokens_out, spent.tokens) == (1, 1000, 200, 1200)
         assert spent.money is None and spent.unreported == 0
@@ -111,7 +113,14 @@ def test_without_evidence_the_model_sees_the_contract_and_one_source(tmp_path: P
         assert study.store.study.arm == "no-evidence"
         proposed(study)
         tools = {each["function"]["name"] for each in endpoint.requests[0]["tools"]}
-        assert tools == {"read_contract", "read_requirements", "read_source", "try_build", "submit", "decline"}
+        assert tools == {
+            "read_contract",
+            "read_requirements",
+            "read_source",
+            "try_build",
+            "submit",
+            "decline",
+        }
         asked = json.dumps(endpoint.requests[0]["messages"])
         assert "ratio_to_root" not in asked and "read_outlook" not in asked
         assert "no implementation" in endpoint.results[1] and "no implementation" in endpoint.results[2]
@@ -130,7 +139,9 @@ def test_a_wrong_submission_comes_back_to_be_mended(tmp_path: Path) -> None:
     with serving(*moves) as endpoint, study_of(tmp_path / "s", endpoint) as (study, _):
         assert proposed(study).source.text == FAST.text
         for result, expected in zip(
-            endpoint.results, ("must define", "layout and comments", "occurs 0 times", "nonsense"), strict=True
+            endpoint.results,
+            ("must define", "layout and comments", "occurs 0 times", "nonsense"),
+            strict=True,
         ):
             assert expected in result
         assert len(query.implementations(study.store)) == 1 and study.store.pending() == []
@@ -245,14 +256,17 @@ def test_money_without_a_price_is_refused(tmp_path: Path) -> None:
     with (
         serving(SUBMIT_EDIT) as endpoint,
         study_of(tmp_path / "s", endpoint, max_money=1.0) as (study, _),
-        pytest.raises(ValueError, match="the price of stub .* is unknown: give --price-in"),
+        pytest.raises(ValueError, match=r"the price of stub .* is unknown: give --price-in"),
     ):
         proposed(study)
     assert endpoint.requests == []
 
 
 def test_a_call_that_was_cut_off_is_charged(tmp_path: Path) -> None:
-    with serving(SUBMIT_EDIT) as endpoint, study_of(tmp_path / "s", endpoint, max_tokens=60_000) as (study, _):
+    with (
+        serving(SUBMIT_EDIT) as endpoint,
+        study_of(tmp_path / "s", endpoint, max_tokens=60_000) as (study, _),
+    ):
         proposing.begin_call(study.store, 59_000, None)
         with pytest.raises(ProposerSpent, match="59,000 of 60,000"):
             proposed(study)
@@ -382,7 +396,9 @@ def test_the_api_and_the_key_follow_from_the_model(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     claude = LlmSettings.of("claude-sonnet-4-5")
     assert (claude.api, claude.key_variable) == ("anthropic", "ANTHROPIC_API_KEY")
-    with pytest.raises(ValueError, match=r"no key for https://api.anthropic.com: set the variable ANTHROPIC_"):
+    with pytest.raises(
+        ValueError, match=r"no key for https://api.anthropic.com: set the variable ANTHROPIC_"
+    ):
         claude.key()
     local = LlmSettings.of("qwen3", base_url="http://localhost:11434/v1")
     assert (local.api, local.key_variable, local.key()) == ("openai", "KERNELBRAID_API_KEY", None)

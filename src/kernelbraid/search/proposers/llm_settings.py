@@ -3,7 +3,8 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -92,6 +93,26 @@ class LlmSettings:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def moved(self, model: str | None, base_url: str | None) -> Self:
+        """Return settings with another model or address; the API follows an address that changes."""
+        if base_url is None or base_url == self.base_url:
+            return replace(self, model=model or self.model)
+        fresh = self.of(model or self.model, base_url=base_url)
+        return replace(
+            self, model=fresh.model, base_url=base_url, api=fresh.api, key_variable=fresh.key_variable
+        )
+
+    def require(self) -> None:
+        """Raise unless the library for language models is installed and the key is set.
+
+        Raises:
+            ValueError: there is no key.
+            RuntimeError: the extra is not installed.
+        """
+        if find_spec("pydantic_ai") is None:
+            raise RuntimeError("proposer llm needs the extra `llm`: pip install 'kernelbraid[llm]'")
+        self.key()
 
     @property
     def place(self) -> str:
