@@ -36,8 +36,8 @@ from kernelbraid.search.study import Study
 INSTRUCTIONS = """A study searches for a faster implementation of one numerical operator whose bits obey a
 contract. `next` tells the task, verified parents, opportunities, failures and what is left; `source` and
 `evidence` tell about one implementation. Write a complete source, `submit` it with its parents and a
-hypothesis, and let it be audited: only the audit decides. Failures are evidence too: read their reasons before the next
-candidate. Implementations are named by their SHA-256, or its first digits."""
+hypothesis, and let it be audited: only the audit decides. Failures are evidence too: read their reasons
+before the next candidate. Implementations are named by their SHA-256, or its first digits."""
 PROGRESS_SECONDS = 1.0
 """At most one message of an audit's progress in so long."""
 
@@ -104,8 +104,8 @@ def server(
 
         The candidate is one complete Python source: its `text`, or the path of its `file` where the server
         runs on your machine. `parents` are the verified implementations it was made from. Say the functions
-        and regimes that change together, the effect you expect, ids of requirements at risk, and what would show
-        the hypothesis wrong. An audit takes seconds to minutes; audits of others come first.
+        and regimes that change together, the effect you expect, ids of requirements at risk, and what would
+        show the hypothesis wrong. An audit takes seconds to minutes; audits of others come first.
         """
         if bool(text) == bool(file):
             raise ToolError("give either the text of the candidate or its file")
