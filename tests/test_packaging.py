@@ -109,7 +109,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
         if "==" in line
     }
     for requirement in wanted:
-        name = requirement.split(">")[0].split("=")[0].lower()
+        name = requirement.split(">")[0].split("=")[0].split("[")[0].lower()
         assert name in pinned, f"{name} has no exact version in constraints.txt"
         documented = (ROOT / "docs" / "dependencies.md").read_text().lower()
         assert f"`{name}`" in documented, f"docs/dependencies.md does not say what {name} is for"
