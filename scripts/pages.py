@@ -11,7 +11,7 @@ from typing import Any
 from typer.main import get_command
 
 from kernelbraid.cli import app
-from kernelbraid.contract import Contract
+from kernelbraid.contract import AccuracyBound, Contract
 from kernelbraid.ops import OPERATORS
 from kernelbraid.report.failure import ExitCode
 
@@ -86,12 +86,21 @@ def _sections(contract: Contract, backend: str) -> Iterator[str]:
     yield _table(("special value", "policy"), contract.special_values)
     relations = [(f"`{r.name}`", r.statement, ", ".join(r.regimes)) for r in contract.relations]
     yield _table(("relation", "statement", "regimes"), relations)
-    bounds = [
-        (f"`accuracy_{b.quantity}`", f"{b.factor:g} times the vendor's, or {b.floor:g}", ", ".join(b.regimes))
-        for b in contract.accuracy
-    ]
+    bounds = [(f"`accuracy_{b.quantity}`", _bound(b), ", ".join(b.regimes)) for b in contract.accuracy]
     yield _table(("accuracy", "relative error against float64, at most", "regimes"), bounds)
     yield _table(("refused by name", "why"), [(e.feature, e.reason) for e in contract.exclusions])
+
+
+def _bound(bound: AccuracyBound) -> str:
+    """What a bound allows, in words."""
+    allowed = [f"{bound.factor:g} times the vendor's"]
+    if bound.floor:
+        allowed.append(f"{bound.floor:g}")
+    if bound.half_ulps:
+        allowed.append(f"{bound.half_ulps:g} half-ulps of the compute dtype")
+    if bound.noise:
+        allowed.append(f"{bound.noise:g} half-ulps of float32 of the norm of {bound.of}")
+    return ", or ".join(allowed)
 
 
 def _range(low: int, high: int, choices: tuple[int, ...] | None) -> str:

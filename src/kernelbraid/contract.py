@@ -102,14 +102,32 @@ class Relation:
     regimes: tuple[Regime, ...]
 
 
+HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The largest relative error of one rounding to nearest."""
+ROUNDED = 1.05
+"""Half-ulps of a result that is rounded once, at its store: little is left for what is done in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class AccuracyBound:
-    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`."""
+    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`.
+
+    Or, where they are given, so many `half_ulps` of the compute dtype, each the largest relative error of one
+    rounding to it; or `noise` half-ulps of float32 of the norm of another drawn tensor, `of`, which is added
+    up to what may nearly cancel.
+    """
 
     quantity: str
     factor: float
     floor: float
     regimes: tuple[Regime, ...]
+    half_ulps: float = 0.0
+    noise: float = 0.0
+    of: str = ""
+
+    def least(self, dtype: str) -> float:
+        """The relative error that is always allowed, where nothing cancels."""
+        return max(self.floor, self.half_ulps * HALF_ULP[dtype])
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,27 @@ def test_bits_have_an_integer_of_their_width() -> None:
         "uint64",
         "uint32",
     ]
+
+
+def test_read_only_arrays_are_copied_once() -> None:
+    """What stands at its place already is left out, until something else was there."""
+    frozen, other = np.arange(300, dtype=np.float32), np.ones(300, np.float32)
+    frozen.flags.writeable = False
+    rows = np.zeros(5, np.float32)
+    shapes = {"weight": ((300,), "float32"), "x": ((5,), "float32")}
+    arena = Arena.of(shapes, "test")
+    arena.fill({"weight": frozen, "x": rows})
+    assert arena.pushed == 0
+    rows[:] = 7
+    arena.fill({"weight": frozen, "x": rows})
+    assert arena.pushed == arena.placements[1]["offset"] > 0
+    assert (arena.arrays["x"] == 7).all() and (arena.arrays["weight"] == frozen).all()
+    arena.fill({"weight": other, "x": rows})
+    assert arena.pushed == 0 and (arena.arrays["weight"] == 1).all()
+    arena.fill({"weight": frozen, "x": rows})
+    assert arena.pushed == 0 and (arena.arrays["weight"] == frozen).all()
+    arena.place({"x": ((320,), "float32")})
+    arena.fill({"x": np.full(320, 3, np.float32)})
+    arena.place(shapes)
+    arena.fill({"weight": frozen, "x": rows})
+    assert arena.pushed == 0 and (arena.arrays["weight"] == frozen).all()

@@ -13,7 +13,7 @@ import pytest
 from tests.controls.broken import CONTROLS, GOOD
 
 from kernelbraid import ops
-from kernelbraid.audit import certificates, verify
+from kernelbraid.audit import certificates, partial, verify
 from kernelbraid.audit.environment import fingerprint
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Certificate, Difference, Level, Verdict
@@ -299,7 +299,7 @@ def test_a_gpu_operator_has_a_second_implementation() -> None:
 def test_scopes_may_be_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
     scopes = (SCOPE, {**SCOPE, "query_heads": 2}, {**SCOPE, "query_heads": 1})
     monkeypatch.setattr(verify, "scopes_of", lambda operator: scopes)
-    monkeypatch.setitem(verify.SCOPES_TOGETHER, "cpu", 2)
+    monkeypatch.setattr(verify, "scopes_together", lambda backend: 2)
     fractions: list[float] = []
     found = verify.verify(
         ATTENTION,
@@ -316,9 +316,49 @@ def test_scopes_may_be_checked_together(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_one_scope_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "scopes_of", lambda operator: (SCOPE, {**SCOPE, "query_heads": 2}))
-    monkeypatch.setitem(verify.SCOPES_TOGETHER, "cpu", 2)
+    monkeypatch.setattr(verify, "scopes_together", lambda backend: 2)
     broken = Source(GOOD + "\n_numerics = numerics\n\n\ndef numerics(axes):\n"
                     "    return _numerics(axes) if axes['query_heads'] != 2 else {}\n")  # fmt: skip
     with pytest.raises(RuntimeError, match="does not build"):
         verify.verify(ATTENTION, level=Level.SCREEN, source=broken)
     assert not psutil.Process().children(), "a verification left processes behind"
+
+
+def test_an_interrupted_verification_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes = (SCOPE, {**SCOPE, "query_heads": 2}, {**SCOPE, "query_heads": 1})
+    monkeypatch.setattr(verify, "scopes_of", lambda operator: scopes)
+
+    def run(stop_at: float, source: str = GOOD, seed: int | None = None) -> tuple[verify.Report, list[str]]:
+        told: list[str] = []
+
+        def progress(what: str, fraction: float) -> None:
+            told.append(what.split(":")[0])
+            if fraction > stop_at:
+                raise KeyboardInterrupt
+
+        level, given = Level.SMOKE, Source(source)
+        return verify.verify(
+            ATTENTION, level=level, source=given, seed=seed, resume=True, progress=progress
+        ), told
+
+    with pytest.raises(KeyboardInterrupt):
+        run(0.5, seed=11)
+    kept = installed.home() / "verifying"
+    assert len(list(kept.glob("*/*.json"))) == 1
+    other, told = run(2.0, GOOD + "\n# another source\n", seed=11)
+    assert len(set(told)) == 3, "what was found of one source is nothing about another"
+    found, told = run(2.0, seed=12)
+    assert set(told) == {f"query_heads={n},kv_heads=1,head_dim=64,float32" for n in (2, 1)}
+    assert found.held and found.seed == 11 and len(found.bits_ids) == 3
+    assert found.comparisons == other.comparisons
+    assert not list(kept.iterdir()), "a verification that is done leaves nothing"
+
+
+def test_a_damaged_record_of_a_scope_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = partial.Finished("subject")
+    part = partial.Part("scope", "bits", (Verdict("r", True, 1, 5),), {"x": "why"}, ("kernel",))
+    finished.keep(part)
+    assert finished.find("scope") == part and finished.find("other") is None
+    (path,) = finished.folder.glob("*.json")
+    path.write_text(path.read_text()[:-5])
+    assert finished.find("scope") is None

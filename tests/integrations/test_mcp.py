@@ -87,7 +87,7 @@ async def drive(client: Client, candidate: dict[str, str]) -> None:
     """What an agent does: from the task to a promotion."""
     assert "submit" in (client.instructions or "submit")
     tools = {each.name: each for each in (await client.list_tools()).tools}
-    assert set(tools) == {"next", "source", "evidence", "submit", "decide", "show", "diff"}
+    assert set(tools) == {"next", "source", "merge", "evidence", "submit", "decide", "show", "diff"}
     assert all(each.description for each in tools.values())
     task = await told(client, "next", most=3)
     assert task["task"]["operator"] == "attention" and len(task["opportunities"]) == 3
@@ -123,6 +123,9 @@ async def blunder(client: Client) -> None:
     good = {"parents": [ROOT.short], "hypothesis": "x"}
     assert "has already" in await refused(client, "submit", text=ROOT.text, **good)
     assert "must define" in await refused(client, "submit", text="x = 1", **good)
+    assert "nothing to merge" in await refused(
+        client, "merge", ours=ROOT.short, theirs=child(SCORES="vectorised").short
+    )
     assert "no implementation" in await refused(client, "source", implementation="ffff")
     assert "decision must be one of" in await refused(
         client, "decide", implementation=ROOT.short, decision="keep", reason="x"

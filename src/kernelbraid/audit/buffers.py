@@ -49,11 +49,15 @@ class Arena:
         RuntimeError: there is no memory for it.
     """
 
+    pushed: int
+    """Bytes from the start on that `push` may leave out."""
     handle: str | None = None
     """By which a worker opens memory that is no file."""
 
     def __init__(self, size: int, label: str) -> None:
         self.fd = -1
+        self.pushed = 0
+        self._held: list[tuple[int, int, Array]] = []
         self.number = next(_numbers)
         self.size = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self.placements: list[Placement] = []
@@ -91,6 +95,24 @@ class Arena:
             self.placements.append({"name": name, "offset": end, "shape": list(shape), "dtype": dtype})
             self.arrays[name] = np.ndarray(shape, dtype, buffer=self._memory, offset=end)
             end += _aligned(shape, dtype)
+
+    def fill(self, contents: Mapping[str, Array]) -> None:
+        """Copy arrays to their places, but for read-only ones that were the last to be copied there.
+
+        Nobody else may write to the arena from its first `fill` on. Of so many bytes from the start on as
+        `pushed` says, workers know already.
+        """
+        changed = self.size
+        for place in self.placements:
+            array, start = contents[place["name"]], place["offset"]
+            stop = start + array.nbytes
+            if not any(held is array and at == start for at, _, held in self._held):
+                self._held = [each for each in self._held if each[1] <= start or stop <= each[0]]
+                self.arrays[place["name"]][...] = array
+                changed = min(changed, start)
+                if not array.flags.writeable:
+                    self._held.append((start, stop, array))
+        self.pushed = changed
 
     def push(self) -> None:
         """Let workers see what the arrays hold; only while none of them runs."""

@@ -56,7 +56,7 @@ def certify_local(operator: Operator, *, progress: Progress = lambda _, __: None
         ValueError: its device is not there, or a requirement does not hold.
         RuntimeError: the implementation does not run, or the folder cannot be written.
     """
-    report = verify(operator, progress=progress)
+    report = verify(operator, resume=True, progress=progress)
     return report, write_local(report)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import AccuracyBound, Requirement
+from kernelbraid.contract import HALF_ULP, AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.formats import bits_type
 from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, ProblemShape, Program, Rows
@@ -24,6 +24,8 @@ from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, Pro
 _VENDOR = Lock()
 """Held while the vendor's kernel runs: torch chooses among its kernels by process-wide switches."""
 
+PIECE = 1 << 20
+"""Numbers whose errors are added up at a time."""
 REMEMBERED_BYTES = 384 << 20
 """Results and problems kept for the next cases, least recently used dropped first."""
 
@@ -101,18 +103,22 @@ class Memory:
         self._operator = operator
         self._runner = runner
         self._capacity = capacity
-        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
-        self._bytes = 0
+        self._problems = _Kept(capacity)
+        self._results = _Kept(capacity)
         self._references: dict[Hashable, Rows] = {}
+        self._huge = _Kept(4 * capacity)
         self.executions = 0
         """Programs run so far."""
 
     def problem(self, shape: ProblemShape, seed: int) -> Problem:
-        return self._remembered(
-            ("problem", shape, seed),
+        return self._problems(
+            (shape, seed),
             lambda: self._operator.draw(shape, np.random.default_rng(seed)),
             lambda problem: sum(
-                a.nbytes for arrays in (*problem.requests, problem.shared) for a in arrays.values()
+                a.nbytes
+                for arrays in (*problem.requests, problem.shared)
+                for a in arrays.values()
+                if a.flags.writeable  # what is not is shared by many problems
             ),
         )
 
@@ -120,23 +126,28 @@ class Memory:
         """Rows of every request that takes part, run now unless an equal execution was run before."""
         if execution.repeat:
             return self._run(shape, seed, execution)
-        return self._remembered((shape, seed, execution), lambda: self._run(shape, seed, execution), _size)
+        return self._results((shape, seed, execution), lambda: self._run(shape, seed, execution), _size)
 
     def exact(self, shape: ProblemShape, seed: int) -> Rows:
-        """The float64 reference's rows: few and dear, so never dropped."""
-        key = ("exact", shape, seed)
-        if key not in self._references:
-            self._references[key] = self._operator.reference(self.problem(shape, seed))
-        return self._references[key]
+        """The float64 reference's rows: few and dear, so not dropped unless they are huge."""
+        return self._reference(("exact", shape, seed), self._operator.reference)
 
     def vendor(self, shape: ProblemShape, seed: int) -> Rows:
         """The vendor's rows of the same problem."""
-        key = ("vendor", shape, seed)
-        if key not in self._references:
-            problem = self.problem(shape, seed)
+
+        def locked(problem: Problem) -> Rows:
             with _VENDOR:
-                self._references[key] = self._operator.vendor(problem)
-        return self._references[key]
+                return self._operator.vendor(problem)
+
+        return self._reference(("vendor", shape, seed), locked)
+
+    def _reference(self, key: tuple[str, ProblemShape, int], make: Callable[[Problem], Rows]) -> Rows:
+        found = self._references.get(key)
+        if found is None:
+            found = self._huge(key, lambda: make(self.problem(*key[1:])), _size)
+            if _size(found) < self._capacity // 4:
+                self._references[key] = found
+        return found
 
     def _run(self, shape: ProblemShape, seed: int, execution: Execution) -> Rows:
         problem, process = self.problem(shape, seed), execution.process
@@ -147,7 +158,16 @@ class Memory:
         captured = self._operator.lower(problem, execution.captured)
         return gather(program, self._runner.replay(captured, program, process), shape.rows)
 
-    def _remembered(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+
+class _Kept:
+    """What was made last, up to so many bytes, and at least one."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]  # type: ignore[return-value]
@@ -313,6 +333,7 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Ver
     if all(quantity != bound.quantity for quantity, _ in exact):
         return Verdict(case.requirement, True, 1, 0)  # not there under these constant axes
     ours = {key: value[0] for key, value in left.items() if key[0] == bound.quantity}
+    bound = _at_case(bound, memory.problem(case.shape, case.seed), exact)
     allowed = _allowed(bound, exact, memory.vendor(case.shape, case.seed))
     found = relative_error(ours, exact)
     compared = sum(value.size for value in ours.values())
@@ -330,6 +351,23 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Ver
     )
 
 
+def _at_case(bound: AccuracyBound, problem: Problem, exact: Rows) -> AccuracyBound:
+    """A bound whose floor is that of a case: of its dtype, and of what cancels in it."""
+    floor = bound.least(problem.shape.dtype)
+    if bound.noise:
+        wanted = [value for (quantity, _), value in exact.items() if quantity == bound.quantity]
+        norm, added = _norm(wanted), _norm([request[bound.of] for request in problem.requests])
+        if norm:
+            floor = max(floor, bound.noise * HALF_ULP["float32"] * added / norm)
+    return replace(bound, floor=floor)
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    """The root of the sum of squares of all finite numbers."""
+    numbers = (np.asarray(array, np.float64) for array in arrays)
+    return math.sqrt(sum(float(np.sum(array[np.isfinite(array)] ** 2)) for array in numbers))
+
+
 def _allowed(bound: AccuracyBound, exact: Rows, vendor: Rows) -> float:
     """The bound of a case: a multiple of the vendor's error on the same input, or the floor."""
     theirs = {key: value for key, value in vendor.items() if key[0] == bound.quantity}
@@ -340,16 +378,20 @@ def relative_error(rows: Rows, exact: Rows) -> float:
     """Return ||rows - exact|| / ||exact|| over all given rows; infinite where only one of them is finite."""
     distance = norm = 0.0
     for key, value in rows.items():
-        wanted = exact[key].astype(np.float64)
-        given = value.astype(np.float64)
-        finite = np.isfinite(wanted)
-        if (
-            not np.array_equal(given[~finite], wanted[~finite], equal_nan=True)
-            or not np.isfinite(given[finite]).all()
-        ):
-            return math.inf
-        distance += float(np.sum((given[finite] - wanted[finite]) ** 2))
-        norm += float(np.sum(wanted[finite] ** 2))
+        flat, other = exact[key].reshape(-1), value.reshape(-1)
+        assert exact[key].shape == value.shape, (key, exact[key].shape, value.shape)
+        for at in range(0, flat.size, PIECE):  # a model's head is too large to be taken as one
+            wanted = flat[at : at + PIECE].astype(np.float64)
+            given = other[at : at + PIECE].astype(np.float64)
+            finite = np.isfinite(wanted)
+            if not finite.all():
+                if not np.array_equal(given[~finite], wanted[~finite], equal_nan=True):
+                    return math.inf
+                given, wanted = given[finite], wanted[finite]
+            if not np.isfinite(given).all():
+                return math.inf
+            distance += float(np.sum((given - wanted) ** 2))
+            norm += float(np.sum(wanted**2))
     return math.sqrt(distance / norm) if norm else (math.inf if distance else 0.0)
 
 

@@ -68,13 +68,15 @@ class DeviceArena(Arena):
             self._sealed = True
 
     def push(self) -> None:
-        if not self.used:
+        start, self.pushed = self.pushed, 0
+        size = self.used - start
+        if size <= 0:
             return
         if not self._sealed:
-            self._driver.upload(self._pointer, self._address, self.used)
+            self._driver.upload(self._pointer + start, self._address + start, size)
             return
-        self._driver.upload(self._pristine, self._address, self.used)
-        self._driver.copy(self._pointer, self._pristine, self.used)
+        self._driver.upload(self._pristine + start, self._address + start, size)
+        self._driver.copy(self._pointer + start, self._pristine + start, size)
 
     def pull(self) -> None:
         if self.used:

@@ -160,7 +160,7 @@ def triton_kernels() -> set[str]:
 
 
 def _described(function: Any, kernel: Any) -> str:
-    """`name(types; constants) warps=.. stages=.. hash`."""
+    """`name(types; constants) warps=.. stages=.. registers=.. spills=.. shared=.. hash`; shared in bytes."""
     source, about = kernel.src, kernel.metadata
     names = list(getattr(function, "arg_names", ()))
     types = ", ".join(f"{name}: {kind}" for name, kind in source.signature.items() if kind != "constexpr")
@@ -168,8 +168,15 @@ def _described(function: Any, kernel: Any) -> str:
     attributes = ", ".join(f"{_place(at, names)}%16" for at in sorted(source.attrs) if source.attrs[at])
     return (
         f"{function.fn.__qualname__}({types}; {constants}; {attributes}) "
-        f"warps={about.num_warps} stages={about.num_stages} {kernel.hash[:12]}"
+        f"warps={about.num_warps} stages={about.num_stages} registers={_known(kernel, 'n_regs')} "
+        f"spills={_known(kernel, 'n_spills')} shared={about.shared} {kernel.hash[:12]}"
     )
+
+
+def _known(kernel: Any, name: str) -> int | str:
+    """What the driver said when it loaded a kernel."""
+    value = getattr(kernel, name, None)
+    return value if isinstance(value, int) else "?"
 
 
 def _place(at: Any, names: list[str]) -> str:

@@ -74,11 +74,23 @@ class Scale:
     reruns: int
     memory: int
     """Bytes that the inputs of a problem of long requests may take: longer ones are left to a full check."""
+    rows_memory: int
+    """Bytes that the inputs of a problem of many requests may take."""
 
 
 SCALES: Mapping[Level, Scale] = {
     Level.SMOKE: Scale(
-        kinds=1, near=300, short=65, whole=130, crossing=8, batch=4, alone=1, layouts=1, reruns=1, memory=0
+        kinds=1,
+        near=300,
+        short=65,
+        whole=130,
+        crossing=8,
+        batch=4,
+        alone=1,
+        layouts=1,
+        reruns=1,
+        memory=0,
+        rows_memory=64 << 20,
     ),
     Level.SCREEN: Scale(
         kinds=2,
@@ -91,6 +103,7 @@ SCALES: Mapping[Level, Scale] = {
         layouts=2,
         reruns=3,
         memory=24 << 20,
+        rows_memory=64 << 20,
     ),
     Level.FULL: Scale(
         kinds=3,
@@ -103,6 +116,7 @@ SCALES: Mapping[Level, Scale] = {
         layouts=3,
         reruns=4,
         memory=256 << 20,
+        rows_memory=256 << 20,
     ),
 }
 
@@ -174,7 +188,8 @@ class Scope:
     @cached_property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes worth a call: the smallest and largest, both sides of every edge, and random ones."""
-        high = min(self.scale.batch, self.limit("batch", self.scale.batch))
+        room = max(4, self.scale.rows_memory // self.bytes_per_row)
+        high = min(self.scale.batch, room, self.limit("batch", self.scale.batch))
         edges = (*self.plan.edges.get("batch", ()), *self.plan.edges.get("tokens", ()))
         around = {e + d for e in edges for d in (-1, 0, 1)}
         rng = self.rng("batches")
@@ -187,6 +202,13 @@ class Scope:
         shape = ProblemShape(self.constant, (1, 2), (1, 1), "normal", self.plan.dtype)
         one, two = self.operator.draw(shape, np.random.default_rng(0)).requests
         return max(1, sum(two[name].nbytes - one[name].nbytes for name in one))
+
+    @cached_property
+    def bytes_per_row(self) -> int:
+        """Bytes of the inputs of a request of one position and one row, measured on a drawn one."""
+        shape = ProblemShape(self.constant, (1,), (1,), "normal", self.plan.dtype)
+        (one,) = self.operator.draw(shape, np.random.default_rng(0)).requests
+        return max(1, sum(array.nbytes for array in one.values()))
 
     def kinds(self, every: bool, *salt: object) -> tuple[InputKind, ...]:
         """`normal` first; then all others, or as many as the level asks for, chosen by `salt`."""

@@ -352,8 +352,7 @@ def _sent(value: Argument) -> int | float | list[Any] | None:
 
 
 def _fill(inputs: Arena, program: Program) -> None:
-    for name, array in program.inputs.items():
-        inputs.arrays[name][...] = array
+    inputs.fill(program.inputs)
     inputs.push()
 
 

@@ -1,6 +1,7 @@
 """Verification of what is shipped or installed: the whole relation suite, over every scope of a contract."""
 
 import ast
+import os
 import re
 import secrets
 import tempfile
@@ -14,11 +15,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import psutil
+
 from kernelbraid import ops
 from kernelbraid.audit.cases import Case, Process, rebuild, vacuous
 from kernelbraid.audit.checks import Memory, check, run_case, together
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.orders import harness_hash
+from kernelbraid.audit.partial import Finished, Part
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure
 from kernelbraid.audit.stages import Built, Hands, build
 from kernelbraid.contract import Requirement, Source
@@ -30,8 +35,9 @@ Progress = Callable[[str, float], None]
 """Told what is being checked, and which fraction is done."""
 
 LIMITS = Limits(build_seconds=300.0, run_seconds=300.0, memory_bytes=8 << 30)
-SCOPES_TOGETHER = {"cpu": 1, "cuda": 8}
-"""Scopes that are checked at a time: on a GPU most of the time goes into compiling, a core each."""
+DEVICE_BYTES = 4 << 30
+HOST_BYTES = 6 << 30
+"""Memory of a GPU, and of the host, for the three processes of a scope where several are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,35 +167,43 @@ def verify(
     source: Source | None = None,
     against: Source | None = None,
     seed: int | None = None,
+    resume: bool = False,
     progress: Progress = lambda _, __: None,
 ) -> Report:
     """Check every requirement of an operator's contract over its scopes, and go on after one that fails.
 
     Args:
         operator: what to verify.
-        level: `screen` draws less, over the same scopes.
+        level: `screen` draws less, over the same scopes but those of the largest tensors.
         source: an implementation; by default the one in use on this machine.
         against: another implementation, whose bits must be equal where its bits id is; by default found.
         seed: of the inputs; by default drawn.
+        resume: keep what is found in the user's data folder until all scopes are done, and begin with what
+            an interrupted verification of the same subject kept there, its seed too.
         progress: told of every requirement.
 
     Raises:
         ValueError: its device is not there.
-        RuntimeError: an implementation does not build, crashes or hangs.
+        RuntimeError: an implementation does not build, crashes or hangs, or nothing can be kept.
     """
     environment = fingerprint(operator.backend, rates=False)
     source = source or in_use(operator)
     against = against or second_implementation(operator)
+    finished = _finished(operator, source, against, level, environment) if resume else None
     seed = secrets.randbits(31) if seed is None else seed
+    seed = seed if finished is None else finished.seed(seed)
     start = time.perf_counter()
-    task = _Task(operator, environment.architecture, source, against, level, seed, progress)
-    parts = task.run(list(product(scopes_of(operator), operator.contract.dtypes)))
+    task = _Task(operator, environment.architecture, source, against, level, seed, progress, finished)
+    scopes = at_level(operator, scopes_of(operator), level)
+    parts = task.run(list(product(scopes, operator.contract.dtypes)))
     verdicts: dict[str, Verdict] = {}
     untested: dict[str, str] = {}
     for part in parts:
         untested |= part.untested
         for verdict in part.verdicts:
             verdicts[verdict.requirement] = together(verdicts.get(verdict.requirement), verdict)
+    if finished is not None:
+        finished.clear()
     return Report(
         operator=operator,
         source=source,
@@ -205,17 +219,6 @@ def verify(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What was found in one scope."""
-
-    scope: str
-    bits_id: str
-    verdicts: tuple[Verdict, ...]
-    untested: dict[str, str]
-    specialisations: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class _Task:
     """A verification; its scopes are checked one after the other on a CPU, several at a time on a GPU."""
@@ -227,16 +230,18 @@ class _Task:
     level: Level
     seed: int
     progress: Progress
+    finished: Finished | None = None
+    threads: int = 1
     done: float = 0.0
     """Scopes that are done, in parts of one."""
     lock: Lock = field(default_factory=Lock)
 
-    def run(self, scopes: Sequence[tuple[dict[str, int], str]]) -> list[_Part]:
-        threads = min(len(scopes), SCOPES_TOGETHER[self.operator.backend])
-        if threads == 1:
+    def run(self, scopes: Sequence[tuple[dict[str, int], str]]) -> list[Part]:
+        self.threads = min(len(scopes), scopes_together(self.operator.backend))
+        if self.threads == 1:
             with _Bench(self.operator, self.architecture) as bench:
                 return [self._scope(bench, axes, dtype, len(scopes)) for axes, dtype in scopes]
-        with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
+        with ExitStack() as stack, ThreadPoolExecutor(self.threads) as pool:
             benches = [stack.enter_context(_Bench(self.operator, self.architecture)) for _ in scopes]
             running = [
                 pool.submit(self._scope, bench, axes, dtype, len(scopes))
@@ -249,14 +254,19 @@ class _Task:
                 stack.close()  # ends the processes that threads wait for
                 raise
 
-    def _scope(self, bench: "_Bench", axes: dict[str, int], dtype: str, scopes: int) -> _Part:
+    def _scope(self, bench: "_Bench", axes: dict[str, int], dtype: str, scopes: int) -> Part:
+        scope = _scope_text(self.operator, axes, dtype)
+        known = None if self.finished is None else self.finished.find(scope)
+        if known is not None:
+            with self.lock:
+                self.done += 1
+            return known
         main = bench.built(self.source, axes, dtype)
         root, reason = bench.agreeing(self.against, main, axes, dtype)
         fresh = bench.fresh(self.source, axes, dtype)
         plan = _plan(self.level, axes, dtype, main, self.seed, root is not None)
         requirements = self.operator.contract.requirements
         wanted = [each for each in requirements if not vacuous(each, plan)]
-        scope = _scope_text(self.operator, axes, dtype)
         verdicts = []
         hands = Hands(_processes(main, fresh, root))
         for verdict in _verdicts(self.operator, plan, hands, wanted):
@@ -267,9 +277,36 @@ class _Task:
         fresh.worker.kill()
         untested = {each.id: reason for each in requirements if each not in wanted}
         compiled = main.worker.specialisations()
-        if SCOPES_TOGETHER[self.operator.backend] > 1:
+        if self.threads > 1:
             bench.close()
-        return _Part(scope, main.bits_id, tuple(verdicts), untested, compiled)
+        part = Part(scope, main.bits_id, tuple(verdicts), untested, compiled)
+        if self.finished is not None:
+            self.finished.keep(part)
+        return part
+
+
+def scopes_together(backend: str) -> int:
+    """Return how many scopes are checked at a time.
+
+    One on a CPU. On a GPU most of the time goes into compiling, a core for each scope, as memory allows.
+    """
+    if backend == "cpu":
+        return 1
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    device, _ = torch.cuda.mem_get_info()
+    host = int(psutil.virtual_memory().available)
+    return max(1, min(cores, device // DEVICE_BYTES, host // HOST_BYTES))
+
+
+def _finished(
+    operator: Operator, source: Source, against: Source | None, level: Level, environment: Environment
+) -> Finished:
+    """Where the finished scopes of a verification are kept: all that findings depend on names the place."""
+    here = (environment.architecture, environment.device, environment.versions)
+    judged = (operator.contract.hash, harness_hash(operator.name), level.value)
+    return Finished((source.sha256, None if against is None else against.sha256, judged, here))
 
 
 def verify_case(operator: Operator, case_id: str, *, source: Source | None = None) -> tuple[Case, Verdict]:
@@ -304,6 +341,14 @@ def scopes_of(operator: Operator) -> tuple[dict[str, int], ...]:
         if scope not in found:
             found.append(scope)
     return tuple(found)
+
+
+def at_level(
+    operator: Operator, scopes: Sequence[dict[str, int]], level: Level
+) -> tuple[dict[str, int], ...]:
+    """Leave out the scopes that only a full verification covers."""
+    left = operator.left_to_full if level != Level.FULL else ()
+    return tuple(scope for scope in scopes if scope not in left)
 
 
 class _Bench:

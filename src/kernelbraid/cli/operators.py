@@ -39,7 +39,7 @@ def verify(
         typer.Argument(help="Operators, default: all; or `layer`, or `model NAME`.", metavar="[OPERATOR]..."),
     ] = None,
     weights: Annotated[Path | None, typer.Option(help="A model's folder or GGUF file, for `model`.")] = None,
-    level: Annotated[str, typer.Option(help="screen draws less than full, over the same scopes.")] = "full",
+    level: Annotated[str, typer.Option(help="screen draws less than full, leaves huge scopes out.")] = "full",
     case: Annotated[str | None, typer.Option(help="Repeat this one case alone.", metavar="ID")] = None,
     local: Annotated[bool, typer.Option("--local", help="Certify this machine if everything holds.")] = False,
     evidence: Annotated[

@@ -1,4 +1,4 @@
-"""Verbs of a proposer outside: `next`, `source`, `evidence`, `submit`, `decide`."""
+"""Verbs of a proposer outside: `next`, `source`, `evidence`, `merge`, `submit`, `decide`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kernelbraid.cli.agents import AuditCommandTemplate
-from kernelbraid.cli.application import Implementation, StudyFolder, app, emit
+from kernelbraid.cli.application import Implementation, StudyFolder, app, emit, failed
 
 
 @app.command("next")
@@ -34,6 +34,26 @@ def evidence(study: StudyFolder, impl: Implementation) -> None:
     from kernelbraid.search.proposers import external
 
     emit(external.evidence(study, impl))
+
+
+@app.command()
+def merge(
+    study: StudyFolder,
+    ours: Implementation,
+    theirs: Implementation,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the merged source to FILE.", metavar="FILE")
+    ] = None,
+) -> None:
+    """JSON: two implementations composed over their common ancestor, or the lines that conflict."""
+    from kernelbraid.search.proposers import external
+
+    found = external.merge(study, ours, theirs)
+    if output is not None and found["text"] is not None:
+        output.write_text(found["text"], encoding="utf-8")
+    emit(found)
+    if found["conflicts"]:
+        failed()
 
 
 @app.command()

@@ -132,6 +132,14 @@ def server(
         )
 
     @made.tool()
+    async def merge(ours: str, theirs: str) -> dict[str, Any]:
+        """Two verified implementations composed over their nearest common ancestor, or what conflicts.
+
+        The text is a candidate like any other: submit it with both as parents.
+        """
+        return await _called(external.merge, folder, ours, theirs)
+
+    @made.tool()
     async def decide(implementation: str, decision: str, reason: str, by: str = by) -> dict[str, Any]:
         """Record what becomes of an implementation: continue, merge, archive or abandon, and why."""
         return await _called(partial(external.decide, folder, implementation, decision, reason=reason, by=by))

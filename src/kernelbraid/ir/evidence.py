@@ -186,7 +186,7 @@ class AuditEvidence:
                     "numerics": _pairs(data["numerics"]),
                     "seconds": _pairs(data["seconds"]),
                     "specialisations": tuple(data["specialisations"]),
-                    "verdicts": tuple(_verdict(item) for item in data["verdicts"]),
+                    "verdicts": tuple(verdict_from_json(item) for item in data["verdicts"]),
                     "measurements": tuple(_measurement(item) for item in data["measurements"]),
                     "environment": environment_from_json(data["environment"]),
                 }
@@ -199,7 +199,8 @@ def _pairs(items: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in items)
 
 
-def _verdict(item: Mapping[str, Any]) -> Verdict:
+def verdict_from_json(item: Mapping[str, Any]) -> Verdict:
+    """Rebuild a verdict from its JSON form."""
     difference = item["difference"]
     return Verdict(**{**item, "difference": Difference(**difference) if difference else None})
 
@@ -246,7 +247,7 @@ class Certificate:
                 **{
                     **data,
                     "bits_ids": _pairs(data["bits_ids"]),
-                    "verdicts": tuple(_verdict(item) for item in data["verdicts"]),
+                    "verdicts": tuple(verdict_from_json(item) for item in data["verdicts"]),
                     "specialisations": tuple(data["specialisations"]),
                     "environment": environment_from_json(data["environment"]),
                 }

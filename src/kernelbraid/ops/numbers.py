@@ -25,10 +25,10 @@ def normal(
     """Standard normal numbers, drawn in float32 and rounded once."""
     size = int(np.prod(shape))
     drawn = rng.standard_normal(min(size, DRAWN_PERIOD), np.float32).astype(dtype, copy=False)
-    return _tiled(drawn, size).reshape(shape)
+    return repeated(drawn, size).reshape(shape)
 
 
-def _tiled(block: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+def repeated(block: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     """`block` repeated to `size` elements."""
     if size <= block.size:
         return block[:size]
@@ -63,7 +63,7 @@ def poison(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float
     """Return an array full of NaNs whose payloads come from `rng`."""
     size = int(np.prod(shape))
     bits = _payloads(rng, min(size, POISON_PERIOD), np.dtype(dtype))
-    return _tiled(bits.view(dtype), size).reshape(shape)
+    return repeated(bits.view(dtype), size).reshape(shape)
 
 
 def garbage(rng: np.random.Generator, shape: tuple[int, int], pages: int) -> Integers:

@@ -215,6 +215,8 @@ class Operator:
     """Sets of constant axes that a verification covers beside those of the grids."""
     figures: tuple[str, ...] = ()
     """Grids whose constant axes a verification leaves out: a benchmark of them checks its own."""
+    left_to_full: tuple[Mapping[str, int], ...] = ()
+    """Scopes whose tensors are so large that a screening verification leaves them out."""
     kinds: tuple[InputKind, ...] = INPUT_KINDS
     """Kinds of numbers that `draw` knows."""
 

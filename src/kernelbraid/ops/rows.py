@@ -8,13 +8,14 @@ the same for all requests of a problem. An operator states its tensors in a `Row
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 
 from kernelbraid.contract import Axis, Regime, Relation, Workload
 from kernelbraid.ops.formats import BFLOAT16
-from kernelbraid.ops.numbers import Floats, normal, poison, spoil
+from kernelbraid.ops.numbers import DRAWN_PERIOD, Floats, normal, poison, repeated, spoil
 from kernelbraid.ops.problem import (
     WHOLE_PROBLEM,
     Argument,
@@ -121,6 +122,13 @@ class Gradients:
     """Gradients that are None: see `RowForm.under`."""
 
 
+SHARED_NUMBERS = 1 << 20
+"""Parameters of so many numbers are the same in all problems of their kind: drawing them takes seconds."""
+SHARED_BYTES = 4 << 30
+"""Of such parameters, those used last are kept."""
+_SHARED: dict[Any, Array] = {}
+_SHARED_LOCK = Lock()
+
 ACCUMULATION = 64
 """Gradients of parameters may be added over pieces of multiples of this many tokens without other bits."""
 
@@ -193,9 +201,7 @@ class RowForm:
         blocks = {
             each.name: self._drawn(each, axes, (total, *each.shape(axes)), shape, rng) for each in fields
         }
-        shared = {
-            each.name: self._drawn(each, axes, each.shape(axes), shape, rng) for each in self.parameters
-        }
+        shared = {each.name: self._parameter(each, axes, shape, rng) for each in self.parameters}
         ends = np.cumsum((0, *shape.rows))
         requests = tuple(
             {name: block[ends[b] : ends[b + 1]] for name, block in blocks.items()}
@@ -211,6 +217,24 @@ class RowForm:
                         spoil(request[each.name].reshape(rows, -1), rng, rows - max(rows // 4, 1), rows)
         return Problem(shape, requests, self.scalars, shared)
 
+    def _parameter(self, each: Field, axes: Axes, shape: ProblemShape, rng: np.random.Generator) -> Array:
+        """A parameter; one of many numbers is drawn once for all problems that want its like, read-only."""
+        size, dtype = each.shape(axes), each.kept(shape.dtype)
+        if int(np.prod(size)) < SHARED_NUMBERS or each.drawn != "numbers":
+            return self._drawn(each, axes, size, shape, rng)
+        kind = shape.kind if shape.kind in PARAMETER_KINDS else "normal"
+        key = self.entry_point, each.name, size, dtype, kind, each.scale(axes)
+        with _SHARED_LOCK:
+            found = _SHARED.pop(key, None)
+            if found is None:
+                alike, same = replace(shape, kind=kind), np.random.default_rng(len(each.name))
+                found = self._drawn(each, axes, size, alike, same)
+                found.flags.writeable = False
+            _SHARED[key] = found
+            while len(_SHARED) > 1 and sum(array.nbytes for array in _SHARED.values()) > SHARED_BYTES:
+                _SHARED.pop(next(iter(_SHARED)))
+        return found
+
     def _drawn(
         self, each: Field, axes: Axes, size: tuple[int, ...], shape: ProblemShape, rng: np.random.Generator
     ) -> Array:
@@ -221,13 +245,17 @@ class RowForm:
         if each.drawn == "indices":
             assert each.below is not None
             return rng.integers(0, each.below(axes), size).astype(dtype)
-        numbers = normal(rng, size)
         parameter = any(each is other for other in self.parameters)
+        # numbers of these kinds know nothing of their places: so many are made, and then repeated
+        few = shape.kind in ("normal", "heavy_tailed", "saturated", "non_finite", "denormals")
+        count = int(np.prod(size))
+        numbers = normal(rng, (min(count, DRAWN_PERIOD),) if few else size)
         shape_numbers(shape.kind, dtype, rng, numbers, parameter)
         numbers *= np.float32(each.scale(axes))
         if each.offset:  # adding 0 would make +0 of every -0
             numbers += np.float32(each.offset)
-        return numbers.astype(dtype)
+        numbers = numbers.astype(dtype, copy=False)
+        return repeated(numbers, count).reshape(size) if few else numbers
 
     # ---- Calls.
 
@@ -278,8 +306,9 @@ class RowForm:
                 calls.append(Call(self.entry_point, self._arguments(start, at)))
         inputs = {each.name: _joined(pieces[each.name], each, axes, dtype) for each in self.inputs}
         outputs = {each.name: ((at, *each.shape(axes)), each.kept(dtype)) for each in self.outputs}
+        # parameters first: what stands at the same place in the next program needs no copy
         return Program(
-            {**inputs, **problem.shared}, {}, outputs, tuple(calls), tuple(spans), constant_axes=axes
+            {**problem.shared, **inputs}, {}, outputs, tuple(calls), tuple(spans), constant_axes=axes
         )
 
     def _arguments(self, start: int, stop: int) -> dict[str, Argument]:
@@ -340,8 +369,9 @@ class RowForm:
             height = each.shape(axes)[0]
             name = _of_requests(each.name, layout.requests, len(problem.requests))
             spans.append(RowSpan(name, each.name, 0, 0, height, WHOLE_PROBLEM, 0))
+        # parameters first: what stands at the same place in the next program needs no copy
         return Program(
-            {**inputs, **problem.shared}, {}, outputs, tuple(calls), tuple(spans), constant_axes=axes
+            {**problem.shared, **inputs}, {}, outputs, tuple(calls), tuple(spans), constant_axes=axes
         )
 
     # ---- Timing and cost.
@@ -465,6 +495,8 @@ def _of_requests(name: str, requests: tuple[int, ...], count: int) -> str:
 
 
 def _joined(pieces: list[Array], each: Field, axes: Axes, dtype: str) -> Array:
+    if len(pieces) == 1:
+        return pieces[0]
     return np.concatenate(pieces) if pieces else np.empty((0, *each.shape(axes)), each.kept(dtype))
 
 
@@ -504,6 +536,8 @@ KINDS: tuple[InputKind, ...] = (
     "saturated",
     "non_finite",
 )
+PARAMETER_KINDS = ("heavy_tailed", "cancelling", "signed_zeros", "denormals")
+"""Kinds whose parameters are not simply normal."""
 LARGE = {np.dtype(np.float32): 64.0, np.dtype(np.float16): 32.0, BFLOAT16: 4.0}
 DENORMAL = {np.dtype(np.float32): 2.0**-132, np.dtype(np.float16): 2.0**-18, BFLOAT16: 2.0**-130}
 

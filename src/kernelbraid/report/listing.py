@@ -82,6 +82,8 @@ def verified(
 ) -> dict[str, Any]:
     """Verify operators, all if none is named; with `local`, certify this machine.
 
+    A full verification that was interrupted goes on after the scopes that it had finished.
+
     Raises:
         ValueError: an unknown operator, device or level; or a certificate was asked of a screen.
     """
@@ -93,7 +95,8 @@ def verified(
     found = []
     wanted = names or [each.name for each in ops.OPERATORS if each.backend == device]
     for operator in [ops.get(name, device) for name in wanted]:
-        report = verify.verify(operator, level=levels[level], progress=progress)
+        resume = level == Level.FULL
+        report = verify.verify(operator, level=levels[level], resume=resume, progress=progress)
         certificate = certificates.write_local(report) if local and report.held else None
         found.append({**report.to_json(), "certificate": str(certificate) if certificate else None})
     return {

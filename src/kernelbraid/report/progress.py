@@ -1,6 +1,7 @@
 """Progress on standard error: a status line on a terminal, and a lasting line for each finding."""
 
 import math
+import time
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -14,6 +15,8 @@ if TYPE_CHECKING:  # following a job must not load the study database
 
 LASTING = ("proposer", "proposed", "audited", "promoted", "refused", "interrupted")
 """Stages of a search whose line stays; the others only show on a terminal while they last."""
+SECONDS_BETWEEN_LINES = 20.0
+"""How often a verification says where it is, where no terminal shows it."""
 
 
 class Watch:
@@ -25,6 +28,7 @@ class Watch:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._status: StatusLine | None = None
+        self._next = time.monotonic() + SECONDS_BETWEEN_LINES
         if self._console.is_terminal:
             self._status = self._console.status("starting")
 
@@ -57,6 +61,9 @@ class Watch:
         """Show what a verification checks."""
         if self._status is not None:
             self._status.update(f"{what}{_share(fraction)}")
+        elif time.monotonic() > self._next:
+            self._next = time.monotonic() + SECONDS_BETWEEN_LINES
+            self._keep(f"{what}{_share(fraction)}")
 
     def _keep(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

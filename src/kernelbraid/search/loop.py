@@ -17,7 +17,7 @@ from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
-from kernelbraid.search import audits, lineage
+from kernelbraid.search import audits, lineage, opportunities
 from kernelbraid.search.budget import CLOSING, SEARCH
 from kernelbraid.search.measured import aggregate, processes, provable
 from kernelbraid.search.proposers import Proposal, Proposer, ProposerSpent
@@ -247,6 +247,7 @@ class _Search:
         most = self._affordable() if most is None else most
         waiting = self._pending(Level.SCREEN)
         if not waiting and not self._proposer_spent:
+            opportunities.observe(self._study)
             self._proposer.observe(self._study)
             self._propose(most)
             waiting = self._pending(Level.SCREEN)

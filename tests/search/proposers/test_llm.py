@@ -86,6 +86,7 @@ READ = {
     "read_source": ({"implementation": ROOT.short, "first_line": 3, "last_line": 3}, "CHUNK = 1024"),
     "read_outlook": ({}, "opportunities"),
     "read_evidence": ({"implementation": ROOT.short}, "verdicts"),
+    "merge": ({"ours": ROOT.short, "theirs": ROOT.short}, "nothing to merge"),
     "read_lineage": ({"implementation": ROOT.short}, ROOT.sha256),
     "read_output": ({"implementation": ROOT.short}, "nothing was printed"),
 }

@@ -35,7 +35,9 @@ def schedule(axes, knobs):
     rows = max(1, min(MOST_ROWS, knobs["TILE"] // width))
     while rows > 1 and axes["tokens"] < 132 * rows:
         rows //= 2
-    warps = max(1, min(16, knobs["WARPS"], rows * width // 128)) if width <= 8192 else 16
+    # at most 64 numbers a thread: more of them would spill
+    fewest = max(1, rows * width // 2048)
+    warps = max(fewest, min(knobs["WARPS"], rows * width // 128)) if width <= 8192 else 16
     return {"rows": rows, "warps": warps}
 
 

@@ -1,8 +1,7 @@
 """The residual add and RMS norm: contracts, workloads and costs. README.md derives the orders."""
 
-from functools import partial
-
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Contract,
     Cost,
@@ -11,13 +10,12 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Peer
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rms_norm import spec as norm
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
-    KINDS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -126,10 +124,10 @@ CUDA_CONTRACT = Contract(
     knobs=(Knob("token_block", (16, 32, 64), 16, "tokens of a partial sum of dweight"),),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=2.5e-3, regimes=FORWARD),
-        AccuracyBound("residual_out", factor=1.0, floor=2.5e-3, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("residual_out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("dx", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dweight", factor=1.0, floor=1e-5, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
@@ -178,64 +176,29 @@ def cost(workload: Workload, *, dtype: str) -> Cost:
     return Cost(operations * tokens * width, FORM.moved(workload, dtype))
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.add_rms_norm.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.add_rms_norm.reference import vendor
-
-    return vendor(problem)
-
-
-ADD_RMS_NORM = Operator(
-    name="add_rms_norm",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
-    grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="float32"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(
-        Peer("torch", "torch_add_rms_norm", FORWARD),
-        Peer("torch", "torch_add_rms_norm_backward", BACKWARD),
-    ),
-    peer_file="peers.py",
-    scopes=norm.SCOPES,
-    kinds=KINDS,
+PEERS = (
+    Peer("torch", "torch_add_rms_norm", FORWARD),
+    Peer("torch", "torch_add_rms_norm_backward", BACKWARD),
 )
-
-ADD_RMS_NORM_CUDA = Operator(
-    name="add_rms_norm",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+ADD_RMS_NORM = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
+    grids=GRIDS,
+    cost=cost,
+    peers=PEERS,
+    scopes=norm.SCOPES,
+)
+ADD_RMS_NORM_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="bfloat16"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_add_rms_norm", FORWARD),
-        Peer("torch", "torch_add_rms_norm_backward", BACKWARD),
+        *PEERS,
         Peer("liger_kernel", "liger_add_rms_norm", FORWARD, "liger_kernel"),
         Peer("liger_kernel", "liger_add_rms_norm_backward", BACKWARD, "liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=norm.SCOPES,
-    kinds=KINDS,
 )

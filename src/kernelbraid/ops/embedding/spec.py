@@ -1,7 +1,6 @@
 """Embedding's contracts, workloads and costs. README.md derives the order; this file states it."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -17,13 +16,13 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import InputKind, Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import InputKind, Peer
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
     KINDS,
     TOKENS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -202,61 +201,31 @@ def cost(workload: Workload, *, dtype: str) -> Cost:
     return Cost(0.0, tokens * (8 + row) + distinct * row)
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.embedding.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.embedding.reference import vendor
-
-    return vendor(problem)
-
-
-EMBEDDING = Operator(
-    name="embedding",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+PEERS = (
+    Peer("torch", "torch_embedding", FORWARD),
+    Peer("torch", "torch_embedding_backward", BACKWARD),
+)
+EMBEDDING = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
     grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="float32"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(Peer("torch", "torch_embedding", FORWARD), Peer("torch", "torch_embedding_backward", BACKWARD)),
-    peer_file="peers.py",
+    cost=cost,
+    peers=PEERS,
     scopes=SCOPES,
     kinds=CHECKED_KINDS,
 )
-
-EMBEDDING_CUDA = Operator(
-    name="embedding",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+EMBEDDING_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="bfloat16"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_embedding", FORWARD),
-        Peer("torch", "torch_embedding_backward", BACKWARD),
+        *PEERS,
         Peer("liger", "liger_embedding", FORWARD, module="liger_kernel"),
         Peer("liger", "liger_embedding_backward", BACKWARD, module="liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=SCOPES,
     kinds=CHECKED_KINDS,
 )

@@ -47,8 +47,8 @@ KNOBS = {
 FORWARD, OF_X, OF_WEIGHT = 0, 1, 2  # which product
 TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))  # rows, columns, warps; the largest first
 SMALLER_TILES = ((128, 128, 8), (64, 128, 4), (64, 64, 4))  # where sums and operands share the registers
-SHARED = {80: 160 << 10, 90: 220 << 10, 100: 220 << 10}  # bytes that a program's stages may take
-LESS_SHARED = 96 << 10  # of other architectures: 8.6, 8.9, 12.0
+SHARED = {80: 162 << 10, 90: 226 << 10, 100: 226 << 10}  # bytes that a program may take
+LESS_SHARED = 98 << 10  # of other architectures: 8.6, 8.9, 12.0
 
 
 def numerics(constant_axes):
@@ -59,11 +59,22 @@ def chosen_knobs():
     return {name: globals()[name] for name, (kind, _) in KNOBS.items() if kind == "schedule"}
 
 
-def cut(which, rows, columns, groups, add, architecture, aligned, knobs):
+def shared_bytes(height, width, depth, stages, stay, itemsize):
+    """At most so many bytes of shared memory a program takes: operands in flight, and a tile to be stored.
+
+    A program that stays loads its next tile's operands while it stores: it needs both at a time.
+    """
+    loads, stored = 2 * (height + width) * depth * stages + 128, height * width * itemsize
+    return loads + stored if stay else max(loads, stored)
+
+
+def cut(which, rows, columns, groups, add, architecture, alignment, knobs, itemsize=2):
     """Choose how one product is cut: tile, warps, stages, and how its programs go about it.
 
     With few rows the second factor, which is read once, is the first operand, and tiles are so narrow that
-    all multiprocessors read. With more rows the largest tile is taken that keeps all of them busy.
+    all multiprocessors read. With more rows the largest tile is taken that keeps all of them busy and whose
+    sums, of `itemsize` bytes each, have room where they are stored from. Rows begin at multiples of
+    `alignment` elements: bulk copies need 8, wide loads 16.
     """
     enough = knobs["PROGRAMS"] * 7 // 8
     room = LESS_SHARED if architecture in (86, 87, 89) else SHARED.get(architecture // 10 * 10, LESS_SHARED)
@@ -76,17 +87,19 @@ def cut(which, rows, columns, groups, add, architecture, aligned, knobs):
     else:
         depth, stages = knobs["DEPTH"], knobs["STAGES"]
         known = TILES if architecture >= 90 else SMALLER_TILES
-        fitting = [t for t in known if -(-rows // t[0]) * -(-columns // t[1]) >= enough]
+        known = [tile for tile in known if tile[0] * tile[1] * itemsize <= room]
+        fitting = [tile for tile in known if -(-rows // tile[0]) * -(-columns // tile[1]) >= enough]
         height, width, warps = (fitting or known[-1:])[0]
-    if groups > 1 or not aligned:  # more sums, or addresses, than registers are for
+    bulk = bool(alignment >= 8 and architecture >= 90 and rows >= knobs["BULK_ROWS"])
+    if groups > 1 or not (bulk or alignment >= 16):  # more sums, or addresses, than registers are for
         height, width, depth, warps = min(height, 64), min(width, 64 if groups > 1 else 32), 32, 4
-    while stages > 2 and 2 * (height + width) * depth * stages > room:
+    while stages > 2 and shared_bytes(height, width, depth, stages, False, itemsize) > room:
         stages -= 1
-    while depth > 16 and 2 * (height + width) * depth * stages > room:
+    while depth > 16 and shared_bytes(height, width, depth, stages, False, itemsize) > room:
         depth //= 2
     tiles = -(-rows // height) * -(-columns // width)
-    bulk = bool(aligned and architecture >= 90 and rows >= knobs["BULK_ROWS"])
     stay = bool(bulk and groups == 1 and not add and tiles >= knobs["STAY_TILES"])
+    stay = stay and shared_bytes(height, width, depth, stages, True, itemsize) <= room
     return {
         "height": height, "width": width, "depth": depth, "warps": warps, "stages": stages, "swap": swap,
         "bulk": bulk, "stay": stay,
@@ -96,14 +109,14 @@ def cut(which, rows, columns, groups, add, architecture, aligned, knobs):
 def schedule(axes, knobs):
     """Choose how each of a call's products is cut: see `cut`."""
     sizes = axes["tokens"], axes["in_features"], axes["out_features"]
-    architecture, aligned = axes.get("architecture", 90), axes.get("aligned", 1)
+    architecture, alignment = axes.get("architecture", 90), axes.get("alignment", 16)
     answer = {}
-    for name, which, rows, columns, groups in (
-        ("out", FORWARD, sizes[0], sizes[2], K_GROUPS),
-        ("dx", OF_X, sizes[0], sizes[1], N_GROUPS),
-        ("dweight", OF_WEIGHT, sizes[2], sizes[1], 1),
+    for name, which, rows, columns, groups, itemsize in (
+        ("out", FORWARD, sizes[0], sizes[2], K_GROUPS, 2),
+        ("dx", OF_X, sizes[0], sizes[1], N_GROUPS, 2),
+        ("dweight", OF_WEIGHT, sizes[2], sizes[1], 1, 4),
     ):
-        plan = cut(which, rows, columns, groups, False, architecture, aligned, knobs)
+        plan = cut(which, rows, columns, groups, False, architecture, alignment, knobs, itemsize)
         answer |= {f"{name}_{key}": value for key, value in plan.items()}
     return answer
 
@@ -146,9 +159,11 @@ def architecture_of(device):
     return 10 * major + minor
 
 
-def describable(x):
-    """Whether the addresses of x's rows are multiples of 16 bytes, as wide loads and bulk copies need."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
+def alignment_of(x):
+    """Of how many of its elements the addresses of x's rows are multiples: 16, 8 or, without more, 1."""
+    if x.data_ptr() % 16 or x.stride(1) != 1:
+        return 1
+    return 16 if x.stride(0) % 16 == 0 else 8 if x.stride(0) % 8 == 0 else 1
 
 
 def product(which, a, b, c, bias, groups, add):
@@ -158,9 +173,9 @@ def product(which, a, b, c, bias, groups, add):
     rows, columns = c.shape
     summed = outputs if which == OF_X else inputs
     length = triton.cdiv(summed, groups) if which != OF_WEIGHT else 0
-    aligned = describable(a) and describable(b)
+    alignment = min(alignment_of(a), alignment_of(b))
     architecture = architecture_of(a.device)
-    plan = cut(which, rows, columns, groups, add, architecture, aligned, chosen_knobs())
+    plan = cut(which, rows, columns, groups, add, architecture, alignment, chosen_knobs(), c.element_size())
     height, width, depth = plan["height"], plan["width"], plan["depth"]
     bulk = plan["bulk"] and (groups == 1 or length % depth == 0)
     if bulk:

@@ -4,6 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -157,10 +158,10 @@ CUDA_CONTRACT = Contract(
     knobs=KNOBS,
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=2.5e-3, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
-        AccuracyBound("dbias", factor=1.0, floor=2.5e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=2.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("dx", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dweight", factor=1.0, floor=2e-5, regimes=BACKWARD),
+        AccuracyBound("dbias", factor=1.0, floor=2e-5, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
@@ -260,7 +261,11 @@ CUDA_GRIDS = {
         _workload("update", layer, tokens) for model in MODELS for layer in model.block for tokens in MANY
     ),
     "gradients": tuple(_workload("backward", layer, 8192) for model in MODELS for layer in model.block),
-    "lm_head": tuple(_workload("decode", model.head, tokens) for model in MODELS for tokens in (*FEW, 1024)),
+    "lm_head": (
+        *(_workload("decode", model.head, tokens) for model in MODELS for tokens in (*FEW, 1024)),
+        *(_workload("update", model.head, 16384) for model in MODELS),
+        *(_workload("backward", model.head, 8192) for model in MODELS),
+    ),
 }
 SCOPES = tuple(
     {"in_features": k, "out_features": n, "bias": bias}

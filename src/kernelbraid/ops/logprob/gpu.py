@@ -66,6 +66,11 @@ def chosen(tokens, vocabulary):
     return schedule({"tokens": tokens, "vocabulary": vocabulary}, knobs)
 
 
+def wide(*tensors):
+    """Whether the addresses of rows are multiples of 16 elements: others take more registers."""
+    return all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 for x in tensors)
+
+
 def inverse(temperature):
     return 1 / float(temperature)
 
@@ -83,13 +88,14 @@ def logprob(x, weight, targets, temperature, logprob, entropy, lse):
     for first in range(0, tokens, TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
         count, plan = min(TOKENS_AT_ONCE, tokens - first), chosen(tokens, vocabulary)
+        depth = plan["depth"] if wide(x, weight) else 32
         partials, picked = workspace(count, vocabulary, x.device)
         tiles, blocks = triton.cdiv(count, plan["tile"]), triton.cdiv(vocabulary, BLOCK)
         launch(
             *(logprob_kernel, tiles * blocks, plan["warps"], plan["stages"]),
             *(x[part], weight, targets[part], partials, picked, inverse(temperature), count),
             *(x.stride(0), weight.stride(0), tiles, width, vocabulary),
-            *(plan["tile"], BLOCK, plan["depth"], TOGETHER, plan["swap"]),
+            *(plan["tile"], BLOCK, depth, TOGETHER, plan["swap"]),
         )
         finish(partials, picked, targets[part], logprob[part], entropy, lse[part], part, vocabulary)
 
@@ -118,7 +124,7 @@ def logits(x, weight, out):
     launch(
         *(logits_kernel, tiles * blocks, plan["warps"], plan["stages"]),
         *(x, weight, out, tokens, x.stride(0), weight.stride(0), out.stride(0), tiles, width, vocabulary),
-        *(plan["tile"], BLOCK, plan["depth"], TOGETHER, plan["swap"]),
+        *(plan["tile"], BLOCK, plan["depth"] if wide(x, weight) else 32, TOGETHER, plan["swap"]),
     )
 
 
@@ -132,6 +138,7 @@ def logprob_backward(
     (tokens, width), vocabulary = x.shape, weight.shape[0]
     plan = chosen(max(tokens, FEW_TOKENS + 1), vocabulary)
     padded, stages = triton.cdiv(vocabulary, BLOCK) * BLOCK, plan["stages"]
+    depth, across = (plan["depth"], 128) if wide(x, weight) else (32, 64)
     g = torch.empty(min(plan["piece"], tokens), padded, dtype=x.dtype, device=x.device)
     dentropy, entropy = (dlogprob, lse) if dentropy is None else (dentropy, entropy)
     has_entropy = dentropy is not dlogprob
@@ -143,20 +150,20 @@ def logprob_backward(
             *(logits_backward_kernel, tiles * blocks, plan["warps"], stages),
             *(x[part], weight, targets[part], dlogprob[part], dentropy[part], lse[part], entropy[part], g),
             *(inverse(temperature), count, x.stride(0), weight.stride(0), padded, tiles, width, vocabulary),
-            *(plan["tile"], BLOCK, plan["depth"], TOGETHER, has_entropy),
+            *(plan["tile"], BLOCK, depth, TOGETHER, has_entropy),
         )
-        columns = triton.cdiv(width, 128)
+        columns = triton.cdiv(width, across)
         if dx is not None:
             launch(
                 *(dx_kernel, triton.cdiv(count, 128) * columns, 8, stages),
                 *(g, weight, dx[part], count, padded, weight.stride(0), dx.stride(0)),
-                *(columns, width, vocabulary, 128, 128, 64, SPAN, TOGETHER),
+                *(columns, width, vocabulary, 128, across, depth, SPAN, TOGETHER),
             )
         if dweight is not None:
             launch(
                 *(dweight_kernel, triton.cdiv(vocabulary, 128) * columns, 8, stages),
                 *(g, x[part], dweight, count, padded, x.stride(0), dweight.stride(0)),
-                *(columns, width, vocabulary, 128, 128, 64, TOGETHER, bool(accumulate) or first > 0),
+                *(columns, width, vocabulary, 128, across, depth, TOGETHER, bool(accumulate) or first > 0),
             )
 
 
@@ -288,7 +295,7 @@ def reduce_tile(
     tl.store(PICKED + o_t, picked, mask=m_t & inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "tiles"], do_not_specialize_on_alignment=["TARGETS"])
 def logprob_kernel(
     X, WEIGHT, TARGETS, PARTIALS, PICKED, scale, tokens, sx_t, sw_v, tiles, H: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
@@ -304,7 +311,7 @@ def logprob_kernel(
     reduce_tile(s, targets, PARTIALS, PICKED, o_t, o_v, block, tokens, blocks, V, BT, BV, SWAP)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "tiles"], do_not_specialize_on_alignment=["TARGETS"])
 def read_logits_kernel(
     LOGITS, TARGETS, PARTIALS, PICKED, scale, tokens, sl_t, tiles, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr,
@@ -336,7 +343,9 @@ def logits_kernel(
     tl.store(p, canonical(s, tl.float32), mask=m)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TARGETS", "LOGPROB", "ENTROPY", "LSE"]
+)
 def merge_kernel(
     PARTIALS, PICKED, TARGETS, LOGPROB, ENTROPY, LSE, tokens, BLOCKS: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, HAS_ENTROPY: tl.constexpr,
@@ -370,7 +379,10 @@ def merge_kernel(
         tl.store(ENTROPY + o_t, canonical(tl.fma(logarithm, ln2, mean), tl.float32), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles"])
+@triton.jit(
+    do_not_specialize=["tokens", "tiles"],
+    do_not_specialize_on_alignment=["TARGETS", "DLOGPROB", "DENTROPY", "LSE", "ENTROPY"],
+)
 def logits_backward_kernel(
     X, WEIGHT, TARGETS, DLOGPROB, DENTROPY, LSE, ENTROPY, G, scale, tokens, sx_t, sw_v, sg_t, tiles,
     H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
@@ -404,7 +416,7 @@ def logits_backward_kernel(
     tl.store(p_g, canonical(g, G.dtype.element_ty), mask=m_t[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "columns"])
 def dx_kernel(
     G, WEIGHT, DX, tokens, sg_t, sw_v, sd_t, columns, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, TOGETHER: tl.constexpr,
@@ -438,7 +450,7 @@ def dx_kernel(
     tl.store(p, canonical(total, DX.dtype.element_ty), mask=(o_t < tokens)[:, None] & m_h)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "columns"])
 def dweight_kernel(
     G, X, DWEIGHT, tokens, sg_t, sx_t, sd_v, columns, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, ACCUMULATE: tl.constexpr,

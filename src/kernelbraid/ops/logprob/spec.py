@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -259,8 +260,8 @@ CUDA_CONTRACT = Contract(
         AccuracyBound("logprob", factor=1.0, floor=2e-5, regimes=FORWARD),
         AccuracyBound("entropy", factor=1.0, floor=2e-5, regimes=FORWARD),
         AccuracyBound("lse", factor=1.0, floor=2e-5, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.5, floor=4e-3, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.5, floor=4e-3, regimes=BACKWARD),
+        AccuracyBound("dx", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
+        AccuracyBound("dweight", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
     ),
     canonical_nan=True,
 )
@@ -301,6 +302,8 @@ SCOPES = tuple(
     {"width": width, "vocabulary": vocabulary}
     for width, vocabulary in ((1, 2), (64, 1000), (100, 4099), (896, 2374), (2048, 1187))
 )
+REAL_HEAD = {"width": QWEN3_8B[0], "vocabulary": QWEN3_8B[1]}
+CUDA_SCOPES = (*SCOPES, {**REAL_HEAD, "vocabulary": QWEN3_8B[1] // 16})
 
 
 def cost(workload: Workload, *, dtype: str) -> Cost:
@@ -369,6 +372,7 @@ LOGPROB_CUDA = Operator(
         Peer("Liger-Kernel", "liger_logprob_backward", BACKWARD, module="liger_kernel"),
     ),
     peer_file="peers_gpu.py",
-    scopes=SCOPES,
+    scopes=CUDA_SCOPES,
+    left_to_full=(REAL_HEAD,),
     kinds=KINDS,
 )

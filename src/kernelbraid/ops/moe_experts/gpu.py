@@ -236,7 +236,7 @@ def add_products(first, second, order, groups, starts, out, top_k, accumulate, *
     launch(
         *(add_products_kernel, count * tiles, 8 if tile == 128 else 4),
         *(first, second, order, groups, starts, out, first.stride(0), second.stride(0)),
-        *(top_k, high, wide, left, right, accumulate, tile, 64),
+        *(top_k, high, wide, left, right, accumulate, tile, 64 if tile == 128 else 32),
         num_stages=STAGES,
     )
 
@@ -277,7 +277,7 @@ def expert_of(EXPERTS, pair, m, se_t, COUNT: tl.constexpr, K: tl.constexpr):
     return tl.where((e >= 0) & (e < COUNT), e, COUNT)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "se_t"], do_not_specialize_on_alignment=["EXPERTS"])
 def rank_kernel(EXPERTS, ORDER, STARTS, pairs, se_t, COUNT: tl.constexpr, K: tl.constexpr):
     """A pair's place is the number of pairs before it; an expert begins where the pairs before it end."""
     p = tl.program_id(0) * 64 + tl.arange(0, 64)
@@ -357,7 +357,7 @@ def product_kernel(
         tl.store(OUT + to[:, None] + o_n[None, :], out, mask=m[:, None] & n_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sw_t", "se_t"], do_not_specialize_on_alignment=["WEIGHTS", "EXPERTS"])
 def combine_kernel(
     Y, WEIGHTS, EXPERTS, OUT, sw_t, se_t, so_t,
     COUNT: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -381,7 +381,7 @@ def combine_kernel(
     tl.store(OUT + t * so_t + o_j, canonical(total, OUT.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sw_t"], do_not_specialize_on_alignment=["WEIGHTS"])
 def differentiate_pairs_kernel(
     BLOCK, DACT, WEIGHTS, ORDER, STARTS, DBLOCK, WEIGHTED, DWEIGHTS, sw_t,
     COUNT: tl.constexpr, K: tl.constexpr, I: tl.constexpr, W: tl.constexpr,

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -256,11 +257,11 @@ CUDA_CONTRACT = Contract(
     ),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=5e-3, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.0, floor=5e-3, regimes=BACKWARD),
-        AccuracyBound("dweights", factor=1.0, floor=5e-3, regimes=BACKWARD),
-        AccuracyBound("dgate_up", factor=1.0, floor=5e-3, regimes=BACKWARD),
-        AccuracyBound("ddown", factor=1.0, floor=5e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=2.0, floor=0.0, regimes=FORWARD, half_ulps=2 * ROUNDED),
+        AccuracyBound("dx", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
+        AccuracyBound("dweights", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dgate_up", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("ddown", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
     ),
     canonical_nan=True,
 )
@@ -326,6 +327,8 @@ SCOPES = tuple(
         (128, 64, 60, 4),
     )
 )
+REAL_MODEL = dict(zip(("width", "intermediate", "experts", "top_k"), QWEN3_30B_A3B, strict=True))
+CUDA_SCOPES = (*SCOPES, {**REAL_MODEL, "intermediate": 256, "experts": 16})
 
 
 def cost(workload: Workload, *, dtype: str) -> Cost:
@@ -405,6 +408,7 @@ MOE_EXPERTS_CUDA = Operator(
         Peer("torch._grouped_mm", "torch_grouped_backward", BACKWARD),
     ),
     peer_file="peers_gpu.py",
-    scopes=SCOPES,
+    scopes=CUDA_SCOPES,
+    left_to_full=(REAL_MODEL,),
     kinds=KINDS,
 )

@@ -105,7 +105,9 @@ def turned(bits):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens", "sw_t", "se_t"], do_not_specialize_on_alignment=["WEIGHTS", "EXPERTS"]
+)
 def moe_router_kernel(
     LOGITS, WEIGHTS, EXPERTS, sx_t, sw_t, se_t, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     tokens, COUNT: tl.constexpr, W: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
@@ -147,7 +149,10 @@ def moe_router_kernel(
     tl.store(EXPERTS + o_t[:, None] * se_t + o_s[None, :], chosen, mask=m)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens", "sw_t", "se_t", "sd_t"],
+    do_not_specialize_on_alignment=["WEIGHTS", "EXPERTS", "DWEIGHTS"],
+)
 def moe_router_backward_kernel(
     LOGITS, WEIGHTS, EXPERTS, DWEIGHTS, DLOGITS, sx_t, sw_t, se_t, sd_t, so_t,
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,

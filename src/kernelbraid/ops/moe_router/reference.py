@@ -21,7 +21,7 @@ def moe_router(logits: Tensor, top_k: int, by_sigmoid: bool, renormalize: bool) 
     return weights, experts.to(torch.int32)
 
 
-def _evaluate(problem: Problem, dtype: torch.dtype, device: str = "cpu") -> Rows:
+def _evaluate(problem: Problem, dtype: torch.dtype, device: str = "") -> Rows:
     axes = dict(problem.shape.constant_axes)
 
     def formula(logits: Tensor, by_sigmoid: float, renormalize: float) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -172,7 +173,7 @@ CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=2.0, floor=5e-7, regimes=FORWARD),
-        AccuracyBound("dlogits", factor=2.0, floor=1e-6, regimes=BACKWARD),
+        AccuracyBound("dlogits", factor=2.0, floor=1e-6, regimes=BACKWARD, noise=4.0, of="dweights"),
     ),
     canonical_nan=True,
 )
@@ -210,7 +211,9 @@ CUDA_CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=4.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("dlogits", factor=1.0, floor=5e-3, regimes=BACKWARD),
+        AccuracyBound(
+            "dlogits", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED, noise=4.0, of="dweights"
+        ),
     ),
     canonical_nan=True,
 )

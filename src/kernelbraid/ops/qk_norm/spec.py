@@ -1,8 +1,7 @@
 """QK norm's contracts, workloads and costs. README.md derives the orders; this file states them."""
 
-from functools import partial
-
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -13,14 +12,13 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Peer
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rms_norm import spec as norm
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
-    KINDS,
     TOKENS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -87,10 +85,11 @@ SPECIAL_VALUES = (
 )
 
 
-def _accuracy(factor: float, floor: float) -> tuple[AccuracyBound, ...]:
-    forward = (AccuracyBound(each, factor, floor, FORWARD) for each in ("q_out", "k_out"))
-    gradients = ("dq", "dk", "dq_weight", "dk_weight")
-    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD) for each in gradients))
+def _accuracy(factor: float, floor: float, half_ulps: float = 0.0) -> tuple[AccuracyBound, ...]:
+    forward = (AccuracyBound(each, factor, floor, FORWARD, half_ulps) for each in ("q_out", "k_out"))
+    rows = (AccuracyBound(each, factor, floor, BACKWARD, half_ulps) for each in ("dq", "dk"))
+    summed = (AccuracyBound(each, factor, floor, BACKWARD) for each in ("dq_weight", "dk_weight"))
+    return (*forward, *rows, *summed)
 
 
 CONTRACT = Contract(
@@ -161,7 +160,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(Knob("token_block", (16, 32, 64), 16, "tokens of a partial sum of the weights' gradients"),),
     relations=relations(gradients=True, graph=True),
-    accuracy=_accuracy(1.0, 2.5e-3),
+    accuracy=_accuracy(1.0, 1e-5, ROUNDED),
     canonical_nan=True,
 )
 
@@ -224,63 +223,28 @@ def cost(workload: Workload, *, dtype: str) -> Cost:
     return Cost(operations * elements(workload), FORM.moved(workload, dtype))
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.qk_norm.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.qk_norm.reference import vendor
-
-    return vendor(problem)
-
-
-QK_NORM = Operator(
-    name="qk_norm",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
-    grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="float32"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(
-        Peer("torch", "torch_qk_norm", FORWARD),
-        Peer("torch", "torch_qk_norm_backward", BACKWARD),
-    ),
-    peer_file="peers.py",
-    scopes=SCOPES,
-    kinds=KINDS,
+PEERS = (
+    Peer("torch", "torch_qk_norm", FORWARD),
+    Peer("torch", "torch_qk_norm_backward", BACKWARD),
 )
-
-QK_NORM_CUDA = Operator(
-    name="qk_norm",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+QK_NORM = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
+    grids=GRIDS,
+    cost=cost,
+    peers=PEERS,
+    scopes=SCOPES,
+)
+QK_NORM_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="bfloat16"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_qk_norm", FORWARD),
-        Peer("torch", "torch_qk_norm_backward", BACKWARD),
+        *PEERS,
         Peer("liger_kernel", "liger_qk_norm", FORWARD, "liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=SCOPES,
-    kinds=KINDS,
 )

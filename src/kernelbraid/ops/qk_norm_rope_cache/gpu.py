@@ -138,7 +138,8 @@ def place_of(
 @triton.jit(
     do_not_specialize=[
         "tokens", "first_k", "first_v", "rows", "batch", "stable", "columns", "pages", "page_size",
-    ]
+    ],
+    do_not_specialize_on_alignment=["POSITIONS", "TABLE", "CU", "LENGTHS"],
 )  # fmt: skip
 def prepare_kernel(
     Q, K, V, QW, KW, POSITIONS, COS, SIN, KC, VC, TABLE, CU, LENGTHS, QO, eps,

@@ -3,6 +3,7 @@
 from functools import partial
 
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -100,7 +101,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(),
     relations=(*RELATIONS, REPLAY, AGREE),
-    accuracy=tuple(AccuracyBound(each, 1.0, 4e-3, ROLLOUT) for each in ("q", "k")),
+    accuracy=tuple(AccuracyBound(each, 1.0, 0.0, ROLLOUT, 2 * ROUNDED) for each in ("q", "k")),
 )
 
 

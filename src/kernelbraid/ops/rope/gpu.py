@@ -113,7 +113,7 @@ def rotate_heads(
     tl.store(OUT + place + HALF, canonical(tl.fma(a, s, b * c), OUT.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["tokens", "first_k", "rows"])
+@triton.jit(do_not_specialize=["tokens", "first_k", "rows"], do_not_specialize_on_alignment=["POSITIONS"])
 def rope_kernel(
     Q, K, POSITIONS, COS, SIN, QO, KO, tokens, first_k, rows, sc, ss,
     sq_t, sq_h, sk_t, sk_h, sqo_t, sqo_h, sko_t, sko_h,

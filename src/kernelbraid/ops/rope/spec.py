@@ -1,8 +1,7 @@
 """The rotary embedding's contracts, workloads and costs. README.md draws the steps; this file states them."""
 
-from functools import partial
-
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -13,7 +12,7 @@ from kernelbraid.contract import (
     RoundingPoint,
     Workload,
 )
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Peer
 from kernelbraid.ops.qk_norm.spec import (
     CPU_CALLS,
     DECODE_CALLS,
@@ -28,12 +27,11 @@ from kernelbraid.ops.qk_norm.spec import (
     grid,
     step,
 )
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
-    KINDS,
     TOKENS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -109,9 +107,9 @@ def _relations(*, graph: bool) -> tuple[Relation, ...]:
     )
 
 
-def _accuracy(factor: float, floor: float) -> tuple[AccuracyBound, ...]:
-    forward = (AccuracyBound(each, factor, floor, FORWARD) for each in ("q_out", "k_out"))
-    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD) for each in ("dq", "dk")))
+def _accuracy(factor: float, floor: float, half_ulps: float = 0.0) -> tuple[AccuracyBound, ...]:
+    forward = (AccuracyBound(each, factor, floor, FORWARD, half_ulps) for each in ("q_out", "k_out"))
+    return (*forward, *(AccuracyBound(each, factor, floor, BACKWARD, half_ulps) for each in ("dq", "dk")))
 
 
 CONTRACT = Contract(
@@ -154,7 +152,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(),
     relations=_relations(graph=True),
-    accuracy=_accuracy(1.0, 2.5e-3),
+    accuracy=_accuracy(1.0, 0.0, ROUNDED),
     canonical_nan=True,
 )
 
@@ -172,71 +170,37 @@ SCOPES = tuple(
 )
 
 
-def cost(workload: Workload, *, itemsize: int) -> Cost:
+def cost(workload: Workload, *, dtype: str) -> Cost:
     """Least work of one call: heads read and written once, each token's position and row of the tables."""
     tokens, depth = workload.shape["tokens"], workload.shape["head_dim"]
     assert isinstance(tokens, int) and isinstance(depth, int)
+    itemsize = 4 if dtype == "float32" else 2
     looked_up = 4 * tokens + 4 * min(tokens, TABLE_POSITIONS) * depth
     return Cost(3.0 * elements(workload), 2 * itemsize * elements(workload) + looked_up)
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.rope.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.rope.reference import vendor
-
-    return vendor(problem)
-
-
-ROPE = Operator(
-    name="rope",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
-    grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, itemsize=4),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(
-        Peer("torch", "torch_rope", FORWARD),
-        Peer("torch", "torch_rope_backward", BACKWARD),
-    ),
-    peer_file="peers.py",
-    scopes=SCOPES,
-    kinds=KINDS,
+PEERS = (
+    Peer("torch", "torch_rope", FORWARD),
+    Peer("torch", "torch_rope_backward", BACKWARD),
 )
-
-ROPE_CUDA = Operator(
-    name="rope",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+ROPE = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
+    grids=GRIDS,
+    cost=cost,
+    peers=PEERS,
+    scopes=SCOPES,
+)
+ROPE_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, itemsize=2),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_rope", FORWARD),
-        Peer("torch", "torch_rope_backward", BACKWARD),
+        *PEERS,
         Peer("liger_kernel", "liger_rope", FORWARD, "liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=SCOPES,
-    kinds=KINDS,
 )

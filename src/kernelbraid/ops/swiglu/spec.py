@@ -1,8 +1,7 @@
 """SwiGLU's contracts, workloads and costs. README.md derives the steps; this file states them."""
 
-from functools import partial
-
 from kernelbraid.contract import (
+    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -15,13 +14,12 @@ from kernelbraid.contract import (
     Workload,
 )
 from kernelbraid.ops.attention.spec import EXP2_TABLES
-from kernelbraid.ops.problem import Operator, Peer, Problem, Rows
+from kernelbraid.ops.problem import Peer
+from kernelbraid.ops.records import on_rows
 from kernelbraid.ops.rows import (
     BACKWARD,
     FORWARD,
-    KINDS,
     TOKENS,
-    TRAINING,
     Axes,
     Field,
     Gradients,
@@ -133,9 +131,9 @@ CUDA_CONTRACT = Contract(
     knobs=(),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=4e-3, regimes=FORWARD),
-        AccuracyBound("dgate", factor=1.0, floor=4e-3, regimes=BACKWARD),
-        AccuracyBound("dup", factor=1.0, floor=4e-3, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
+        AccuracyBound("dgate", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dup", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
     ),
     canonical_nan=True,
 )
@@ -185,60 +183,28 @@ def cost(workload: Workload, *, dtype: str) -> Cost:
     return Cost(operations * tokens * width, FORM.moved(workload, dtype))
 
 
-def _reference(problem: Problem) -> Rows:
-    from kernelbraid.ops.swiglu.reference import reference
-
-    return reference(problem)
-
-
-def _vendor(problem: Problem) -> Rows:
-    from kernelbraid.ops.swiglu.reference import vendor
-
-    return vendor(problem)
-
-
-SWIGLU = Operator(
-    name="swiglu",
-    backend="cpu",
-    contract=CONTRACT,
-    files=("cpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
-    grids=GRIDS,
-    draw=partial(FORM.draw, dtypes=CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="float32"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="float32"),
-    peers=(Peer("torch", "torch_swiglu", FORWARD), Peer("torch", "torch_swiglu_backward", BACKWARD)),
-    peer_file="peers.py",
-    scopes=SCOPES,
-    kinds=KINDS,
+PEERS = (
+    Peer("torch", "torch_swiglu", FORWARD),
+    Peer("torch", "torch_swiglu_backward", BACKWARD),
 )
-
-SWIGLU_CUDA = Operator(
-    name="swiglu",
-    backend="cuda",
-    contract=CUDA_CONTRACT,
-    files=("gpu.py",),
-    entry_points=FORM.entry_points,
-    regimes=TRAINING,
+SWIGLU = on_rows(
+    "cpu",
+    CONTRACT,
+    FORM,
+    grids=GRIDS,
+    cost=cost,
+    peers=PEERS,
+    scopes=SCOPES,
+)
+SWIGLU_CUDA = on_rows(
+    "cuda",
+    CUDA_CONTRACT,
+    FORM,
     grids=CUDA_GRIDS,
-    draw=partial(FORM.draw, dtypes=CUDA_CONTRACT.dtypes),
-    lower=FORM.lower,
-    reference=_reference,
-    vendor=_vendor,
-    cost=partial(cost, dtype="bfloat16"),
-    load_axes=FORM.load_axes,
-    timed=partial(FORM.timed, dtype="bfloat16"),
+    cost=cost,
     peers=(
-        Peer("torch", "torch_swiglu", FORWARD),
-        Peer("torch", "torch_swiglu_backward", BACKWARD),
+        *PEERS,
         Peer("liger", "liger_swiglu", FORWARD, module="liger_kernel"),
     ),
-    peer_file="peers_gpu.py",
     scopes=SCOPES,
-    kinds=KINDS,
 )

@@ -7,7 +7,8 @@ calls.
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
 from kernelbraid.ir.store import StudyBusyError
-from kernelbraid.search import audits, loop
+from kernelbraid.search import audits, loop, merging
+from kernelbraid.search import opportunities as analysers
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
 from kernelbraid.search.proposers import Proposal, edits
 from kernelbraid.search.proposers.knobs import KnobProposer
@@ -43,25 +45,39 @@ def outlook(study: Study, most: int = 10) -> dict[str, Any]:
     """Return what `next_` does, of an open study."""
     study.require_current()
     proposer = KnobProposer(study.store.study.seed)
+    analysers.observe(study)
     proposer.observe(study)
     with study.store.read():
         frontier = {each.sha256 for each in query.frontier(study.store)}
         standings = [each for each in study.standings().values() if each.sha256 in frontier]
         standings.sort(key=lambda each: each.log_objective or 0.0)
-        opportunities = query.open_opportunities(study.store)
         expected = proposer.expectations(study)
-        opportunities.sort(key=lambda each: expected.get(each.id, 0.0))
+        points = frontier | {study.root, study.incumbent}
+        opportunities = _listed(query.open_opportunities(study.store), expected, points, most)
         return {
             "study": str(study.folder),
             "task": task(study),
             "root": study.root,
             "incumbent": study.incumbent,
             "parents": [_standing(each) for each in standings[:most]],
-            "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities[:most]],
+            "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
             "failures": [_failure(each) for each in _failures(study)[-most:]],
             "pending": [each.implementation for each in study.store.pending()],
             "budget": _budget(study),
         }
+
+
+def _listed(
+    opportunities: Sequence[Opportunity], expected: Mapping[int, float], points: Set[str], most: int
+) -> list[Opportunity]:
+    """The edits that promise most, then the latest findings of analysers on open branch points: half of each,
+    if there are so many."""
+    written = [each for each in opportunities if each.edit is None and points & set(each.parents)]
+    programmed = [each for each in opportunities if each.edit is not None]
+    programmed.sort(key=lambda each: expected.get(each.id, 0.0))
+    half = max(most // 2, most - len(programmed))
+    findings = written[-half:] if half else []
+    return programmed[: most - len(findings)] + findings
 
 
 def source(folder: Path, sha256: str) -> dict[str, Any]:
@@ -92,6 +108,30 @@ def source_of(study: Study, sha256: str) -> dict[str, Any]:
             for step in steps
         ],
     }
+
+
+def merge(folder: Path, ours: str, theirs: str) -> dict[str, Any]:
+    """Return two implementations composed over their nearest common ancestor, or what conflicts.
+
+    The text is a proposal like any other: submit it with both as parents.
+
+    Raises:
+        ValueError: one of them is not verified, or one descends from the other.
+    """
+    with Study.open(folder) as study:
+        return merge_of(study, ours, theirs)
+
+
+def merge_of(study: Study, ours: str, theirs: str) -> dict[str, Any]:
+    """Return what `merge` does, of an open study."""
+    with study.store.read():
+        found = merging.merge(study, ours, theirs)
+        return {
+            "base": found.base,
+            "parents": list(found.parents),
+            "text": None if found.source is None else found.source.text,
+            "conflicts": [asdict(each) for each in found.conflicts],
+        }
 
 
 def evidence(folder: Path, sha256: str) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class Tools:
         always = (self.read_contract, self.read_requirements, self.read_source, self.try_build)
         if not self._evidence:
             return always
-        return (*always, self.read_outlook, self.read_evidence, self.read_lineage, self.read_output)
+        reading = (self.read_outlook, self.read_evidence, self.read_lineage, self.read_output)
+        return (*always, *reading, self.merge)
 
     @property
     def outputs(self) -> Sequence[Callable[..., Any]]:
@@ -141,6 +142,23 @@ class Tools:
         draft = self._draft(source, base, replacements)
         self._drafts[draft.short] = draft
         return _text({"draft": draft.short, **try_build(self._study, draft)})
+
+    async def merge(self, ours: str, theirs: str) -> str:
+        """Compose two verified implementations over their common ancestor; a draft, or what conflicts.
+
+        Args:
+            ours: an implementation's hash or the first digits.
+            theirs: another one's.
+        """
+        try:
+            found = external.merge_of(self._study, _known(self._study, ours), _known(self._study, theirs))
+        except ValueError as error:
+            raise ModelRetry(str(error)) from error
+        if found["text"] is not None:
+            draft = Source(found.pop("text"))
+            self._drafts[draft.short] = draft
+            found["draft"] = draft.short
+        return _text(found)
 
     async def submit(
         self,
