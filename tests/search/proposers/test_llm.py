@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,11 +187,14 @@ def test_an_attempt_in_vain_costs_a_call_and_not_the_study(
         study.store.check()
 
 
-def test_rate_limits_and_server_errors_are_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_rate_limits_and_server_errors_are_waited_for(tmp_path: Path, api: str) -> None:
     moves = (Answer(429, "{}", {"Retry-After": "1"}), Answer(503), Answer(500), SUBMIT_EDIT)
-    with serving(*moves) as endpoint, study_of(tmp_path / "s", endpoint, retries=4) as (study, _):
+    with serving(*moves) as endpoint, study_of(tmp_path / "s", endpoint, api=api, retries=4) as it:
+        study, _ = it
+        start = time.monotonic()
         proposed(study)
-        assert len(endpoint.requests) == 4
+        assert len(endpoint.requests) == 4 and time.monotonic() - start > 1
         assert proposing.spent(study.store).calls == 1
         assert [each.outcome for each in proposing.attempts(study.store)] == ["proposed"]
 
@@ -251,6 +255,24 @@ def test_no_call_is_made_when_the_time_is_over(tmp_path: Path) -> None:
         study.budget.flush()
         assert loop.run(study, proposer_of(study), run_job=fake) is loop.Ending.TIME
         assert endpoint.requests == []
+
+
+def test_an_answer_that_takes_longer_than_the_search_may_is_dropped(tmp_path: Path) -> None:
+    def slow(body: object) -> Use:
+        time.sleep(1)
+        return SUBMIT_EDIT
+
+    with serving(slow) as endpoint, study_of(tmp_path / "s", endpoint, minutes=6.1 / 60) as (study, _):
+        with pytest.raises(ProposerSpent, match="the model did not answer in time"):
+            proposed(study)
+        assert proposing.spent(study.store).unreported == proposer.MOST_FAILURES
+
+
+def test_a_refusal_of_the_other_protocol_costs_an_attempt(tmp_path: Path) -> None:
+    moves = (Say("", finish="refusal"), SUBMIT_TEXT)
+    with serving(*moves) as endpoint, study_of(tmp_path / "s", endpoint, api="anthropic") as (study, _):
+        assert proposed(study).source.text == FAST.text
+        assert [each.outcome for each in proposing.attempts(study.store)] == ["failed", "proposed"]
 
 
 def test_money_without_a_price_is_refused(tmp_path: Path) -> None:
