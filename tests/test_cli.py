@@ -74,6 +74,7 @@ def test_help_names_every_verb(run: Run) -> None:
             "diff",
             "export",
             "import",
+            "report",
         ),
         *("promote", "demote", "next", "source", "evidence", "submit", "decide", "audit"),
     ):
@@ -124,6 +125,7 @@ def test_env(run: Run) -> None:
         (("show", "nowhere"), "there is no study at"),
         (("resume", "nowhere"), "there is no study at"),
         (("next", "nowhere"), "there is no study at"),
+        (("report", "nowhere"), "there is no study at"),
         (("demote", "conv"), "unknown operator 'conv'"),
         (("audit", "run", "nowhere.json", "-o", "results.jsonl"), "nowhere.json"),
         (("selftest", "--fixture", "gentle"), "no fixture 'gentle'"),
@@ -353,3 +355,11 @@ def test_interrupt_and_resume(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["audited"] == 1 and found["ended_by"] == "audits"
+
+
+def test_report(run: Run, study: Path, tmp_path: Path) -> None:
+    told = json.loads(run("report", study, "--json").stdout)
+    assert told == {"path": "report.html", "bytes": (tmp_path / "report.html").stat().st_size, "nodes": 1}
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert "is a folder: name the file to write" in refused(run("report", study, "-o", "."))
+    assert "there is no folder" in refused(run("report", study, "-o", "nowhere/page.html"))

@@ -134,6 +134,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "ops/attention/cpu.py",
         "ops/attention/captured.npz",
         "search/prompts/rules.md",
+        *(f"report/template/page.{kind}" for kind in ("html", "css", "js")),
     )
     for name in needed:
         assert f"kernelbraid/{name}" in held

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.search.fake_audit import ROOT, FakeAudits, Settings, new_study, settings_of
 
-from kernelbraid.contract import KnobValue
+from kernelbraid.contract import KnobValue, Source
 from kernelbraid.ir import query
 from kernelbraid.ir.schema import Lineage
 from kernelbraid.search import audits, lineage, loop
@@ -91,3 +91,25 @@ def test_every_audited_candidate_gets_one_decision_and_settling_again_adds_none(
         decided = [each.implementation for each in query.promotions(study.store)]
         assert len(decided) == len(set(decided)) == 3
         assert lineage.settle(study) == [] and lineage.awaiting(study) == []
+
+
+def test_an_archived_parent_is_measured_again_before_its_child(tmp_path: Path) -> None:
+    fake = gains(VALUES__keys_by_4=-0.2, PARTITION__cost=0.03)
+    with new_study(tmp_path / "s", fake) as study:
+        screened(study, fake, {"VALUES": "keys_by_4"}, {"PARTITION": "cost"})
+        loop.run(study, External(), run_job=fake)
+        fast, slow = [each.sha256 for each in query.implementations(study.store)][1:]
+        assert study.incumbent == fast and [e.sha256 for e in query.archive(study.store)] == [slow]
+        text = study.store.source(slow).text.replace("CHUNK = 1024", "CHUNK = 2048", 1)
+        study.admit(Proposal(Source(text), (slow,), "longer chunks", proposer="someone"))
+        pending = [each.implementation for each in study.store.pending()]
+        assert pending[0] == slow and len(pending) == 2
+        assert [each.sha256 for each in query.archive(study.store)] == []
+        taken_up = query.lineage_decisions(study.store, slow)[-1]
+        assert (taken_up.decision, taken_up.decided_by) == (Lineage.CONTINUE, "someone")
+        before = study.standings()[slow].evidence
+        audits.run(study, study.store.pending(), run_job=fake)
+        after = study.standings()[slow].evidence
+        assert before.incumbent == study.root and after.incumbent == fast, "beside today's incumbent"
+        study.admit(Proposal(Source(text.replace("= 2048", "= 512")), (fast,), "shorter", proposer="a"))
+        assert fast not in [each.implementation for each in study.store.pending()], "it was not archived"

@@ -148,6 +148,15 @@ def without_evidence(store: Store) -> list[Implementation]:
     return _implementations(store, select(Implementation).where(~audited))
 
 
+def states(store: Store) -> dict[str, str]:
+    """Implementation -> state, for the root and those that are verified; the more telling name wins."""
+    with store.read():
+        found = {each.sha256: "verified" for each in verified(store)}
+        found |= {each.sha256: "archive" for each in archive(store)}
+        found |= {each.sha256: "frontier" for each in frontier(store)}
+        return found | {store.study.root: "root", incumbent(store).sha256: "incumbent"}
+
+
 def is_verified(store: Store, sha256: str) -> bool:
     """Whether the implementation of that whole hash is a branch point."""
     with store.read() as session:
@@ -222,9 +231,11 @@ def modification(store: Store, sha256: str) -> Modification | None:
         return session.scalars(select(Modification).where(Modification.child == sha256)).one_or_none()
 
 
-def lineage_decisions(store: Store, sha256: str) -> list[LineageDecision]:
-    """What was decided about an implementation, oldest first; the last one holds."""
-    decided = select(LineageDecision).where(LineageDecision.implementation == sha256)
+def lineage_decisions(store: Store, sha256: str | None = None) -> list[LineageDecision]:
+    """What was decided, oldest first, the last one holds; about one implementation if named."""
+    decided = select(LineageDecision)
+    if sha256 is not None:
+        decided = decided.where(LineageDecision.implementation == sha256)
     with store.read() as session:
         return list(session.scalars(decided.order_by(LineageDecision.id)))
 

@@ -49,7 +49,7 @@ def side_by_side(study: Study, tell: Callable[[str], None]) -> list[dict[str, An
 def implementations(store: Store) -> list[dict[str, Any]]:
     """One line an implementation, oldest first: where it stands, where it comes from, how fast it is."""
     with store.read():
-        states = _states(store)
+        states = query.states(store)
         ratios = {objective.implementation: objective.ratio for objective in query.objectives(store)}
         attempts = {attempt.modification.child: attempt for attempt in query.attempts(store)}
         rows = []
@@ -67,16 +67,6 @@ def implementations(store: Store) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def _states(store: Store) -> dict[str, str]:
-    """Implementation -> state, for those that are verified; the more telling name wins."""
-    states = {each.sha256: "verified" for each in query.verified(store)}
-    states |= {each.sha256: "archive" for each in query.archive(store)}
-    states |= {each.sha256: "frontier" for each in query.frontier(store)}
-    states[store.study.root] = "root"
-    states[query.incumbent(store).sha256] = "incumbent"
-    return states
 
 
 def _unverified(attempt: query.Attempt | None) -> str:

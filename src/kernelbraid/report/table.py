@@ -361,3 +361,30 @@ def _objective(objective: Document | None) -> str | None:
     bound = f", at most {objective['upper']:.3f}" if objective["upper"] < 1 else ""
     root, best = text(objective["root_ms"]), text(objective["best_ms"])
     return f"{root} -> {best} (ratio {objective['ratio']:.3f}{bound})"
+
+
+def ablation(console: Console, document: Document) -> None:
+    """Arms of an ablation: the lowest objective measured, over the root's, intervals over the repeats."""
+    grid = Grid(
+        "", ("arm", "repeats", "audits", "lowest, over root", "95%", "over full", "95%", "proven", "seconds")
+    )
+    for name, arm in document["arms"].items():
+        cells = [arm[key] for key in ("objective", "over_full", "proven")]
+        objective, over, proven = cells
+        grid.add(
+            name,
+            len(arm["repeats"]),
+            arm["audits"],
+            objective["mean"],
+            _between(objective),
+            over["mean"],
+            _between(over),
+            proven["mean"],
+            arm["seconds"],
+        )
+    grid.show(console)
+    line(console, "Tokens: none, the knob proposer asks no model.")
+
+
+def _between(interval: Document) -> str:
+    return "" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"

@@ -15,7 +15,7 @@ from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
 from kernelbraid.ir import proposing, query, schema
 from kernelbraid.ir.evidence import AuditEvidence, Level
-from kernelbraid.ir.schema import Audit, Outcome
+from kernelbraid.ir.schema import Audit, Lineage, Outcome
 from kernelbraid.ir.store import DuplicateSourceError, Store
 from kernelbraid.ops.problem import Operator
 from kernelbraid.search import prompts
@@ -205,6 +205,8 @@ class Study:
     def admit(self, proposal: Proposal) -> str:
         """Record a proposal as an implementation and request its audit.
 
+        A parent that was archived is taken up again: it is measured anew beside today's incumbent, first.
+
         Returns:
             The id of the request.
 
@@ -227,6 +229,7 @@ class Study:
                     falsified_by=proposal.falsified_by,
                     opportunity=proposal.opportunity,
                 )
+                self._take_up(added.sha256, proposal.proposer)
                 return self.store.request_audit(added.sha256, Level.SCREEN)
         except DuplicateSourceError as duplicate:
             if proposal.opportunity is not None:
@@ -243,6 +246,15 @@ class Study:
         with suppress(_Rehearsed), self.store.transaction():
             self.admit(proposal)
             raise _Rehearsed
+
+    def _take_up(self, child: str, proposer: str) -> None:
+        """Reopen the archived parents of a new implementation, and measure them again."""
+        archived = {each.sha256 for each in query.archive(self.store)}
+        for parent in self.parents(child):
+            if parent in archived:
+                reason = f"{child[:12]} was made from it"
+                self.store.decide(parent, Lineage.CONTINUE, reason=reason, decided_by=proposer or "search")
+                self.store.request_audit(parent, Level.SCREEN)
 
     def summary(self) -> dict[str, Any]:
         """Return what the study found so far, JSON-able: see `summary.summary`."""

@@ -203,7 +203,7 @@ class KnobProposer:
         """Write the branch point's untried edits as opportunities; close those that evidence took away."""
         evidence = self._evidence(study)
         self._retire(study, evidence)
-        point = evidence.branch_point()
+        point = self._point(study, evidence)
         if point is None:
             return
         candidates = list(evidence.single_edits(point))
@@ -230,6 +230,10 @@ class KnobProposer:
         """Return what each open knob edit promises: the log of its expected aggregate over the root's."""
         ranked = self._ranked(study, self._evidence(study))
         return {each.opportunity.id: each.expected for each in ranked}
+
+    def _point(self, study: Study, evidence: _Evidence) -> Point | None:
+        """The implementation to edit next."""
+        return evidence.branch_point()
 
     def _evidence(self, study: Study) -> _Evidence:
         return _Evidence(study, lambda sha: self._read(study, sha))

@@ -1,0 +1,72 @@
+"""The verb of ablations."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kernelbraid.cli.application import Device, Json, OperatorName, app, emit, out, say
+from kernelbraid.report.failure import ExitCode
+
+
+@app.command()
+def ablate(
+    operator: OperatorName,
+    folder: Annotated[Path, typer.Option(help="Where the studies are made; run again to go on.")],
+    repeats: Annotated[int, typer.Option(help="Studies of each arm, paired by seed.", min=2)] = 8,
+    audits: Annotated[int | None, typer.Option(help="Candidates of each study.", min=1)] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time to search of each study.")] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="full, no-evidence, no-branching or best-of-n; may be repeated; default: all."),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option(help="Implementation to start from; default: the shipped one.", metavar="FILE"),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
+    ] = "mutual",
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Search with parts taken away, equal budgets, paired seeds: what evidence and branching contribute."""
+    from kernelbraid.report import table
+    from kernelbraid.report.progress import Watch
+    from kernelbraid.search import ablation
+    from kernelbraid.search.loop import Progress
+    from kernelbraid.search.proposers.arms import Arm
+
+    known = [each.value for each in Arm]
+    for name in arm or ():
+        if name not in known:
+            raise ValueError(f"arm must be one of {', '.join(known)}, got {name!r}")
+    plan = ablation.Plan(
+        operator=operator,
+        folder=folder,
+        repeats=repeats,
+        arms=tuple(Arm(name) for name in arm) if arm else tuple(Arm),
+        audits=audits,
+        minutes=minutes,
+        root=root,
+        device=device,
+        policy=policy,
+    )
+    with Watch() as watch:
+        current = ""
+
+        def told(study: str, progress: Progress) -> None:
+            nonlocal current
+            if study != current:
+                current = study
+                say(f"{study}:")
+            watch(progress)
+
+        document: dict[str, Any] = ablation.run(plan, progress=told)
+    if as_json:
+        emit(document)
+    else:
+        table.ablation(out(), document)
+    if not document["ended"]:
+        say(f"interrupted; the same command goes on with {folder}")
+        raise typer.Exit(int(ExitCode.INTERRUPTED))
