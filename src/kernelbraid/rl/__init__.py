@@ -1,0 +1,1 @@
+"""Reinforcement learning on unified operators: records, objectives, reuse of log-probabilities, tasks."""

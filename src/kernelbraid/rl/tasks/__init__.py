@@ -1,0 +1,1 @@
+"""Tasks: prompts in a repeatable order, and rewards of the answers to them."""
