@@ -23,8 +23,10 @@ Made by `make docs` from `--help`; do not edit. Every verb prints tables for peo
 JSON document on standard output and nothing else there. Progress, warnings and errors go to standard error.
 Colours and rules appear on a terminal only.
 
-One environment variable is read, KERNELBRAID_HOME: where promoted implementations, local certificates and
-compiled code live; by default the user's data folder.
+Environment variables: KERNELBRAID_HOME, where promoted implementations, local certificates and compiled code
+live (by default the user's data folder); KERNELBRAID_MODEL and KERNELBRAID_BASE_URL, which stand for --model
+and --base-url of `search`; and those that hold a language model's key: OPENAI_API_KEY, ANTHROPIC_API_KEY, and
+KERNELBRAID_API_KEY with --base-url.
 
 | exit code | meaning |
 |---|---|

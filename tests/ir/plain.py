@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernelbraid.contract import BitPolicy, Requirement, Source, Workload
+from kernelbraid.ir import proposing
 from kernelbraid.ir.evidence import (
     AuditEvidence,
     Difference,
@@ -13,7 +14,7 @@ from kernelbraid.ir.evidence import (
     Status,
     Verdict,
 )
-from kernelbraid.ir.schema import Study
+from kernelbraid.ir.schema import Study, Usage
 from kernelbraid.ir.store import Store
 
 WORKLOADS = (
@@ -154,3 +155,14 @@ def promoted(store: Store, sha256: str) -> None:
     screen = audited(store, sha256)
     full = audited(store, sha256, level=Level.FULL)
     store.promote(screen_audit=screen, full_audit=full, granted=True, reason="faster")
+
+
+def modelled(store: Store) -> None:
+    """One record of each kind that a language model or an interrupted audit leaves."""
+    proposing.record_settings(store, {"model": "m"}, {"rules": "be exact"})
+    call = proposing.begin_call(store, 1000, 0.5)
+    usage = Usage(purpose=proposing.PURPOSE, tokens_in=100)
+    proposing.end_call(store, call, outcome="stop", model="m", seconds=1.0, usage=usage)
+    proposing.record_attempt(store, "llm", "failed", "it was cut off")
+    request = store.request_audit(ROOT.sha256, Level.SCREEN)
+    proposing.record_interruptions(store, [request], "connection lost")

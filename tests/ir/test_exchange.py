@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ir.plain import ROOT, answer, audited, child, failed, new_store, promoted
+from tests.ir.plain import ROOT, answer, audited, child, failed, modelled, new_store, promoted
 
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Level, Status
@@ -62,6 +62,7 @@ def eventful(folder: Path) -> Store:
     store.request_audit(child(store, 5), Level.SCREEN)
     store.decide(c, Lineage.ARCHIVE, reason="slower", decided_by="loop")
     store.record_usage(Usage(purpose="search", wall_seconds=1 / 3, tokens_in=None, money=0.1))
+    modelled(store)
     return store
 
 
@@ -94,7 +95,7 @@ def test_an_export_is_plain_json_lines(store: Store, tmp_path: Path) -> None:
         json.loads(line, parse_constant=refuse) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()
     ]
     kinds = {entry["record"] for entry in entries if "record" in entry}
-    assert len(kinds) == 15
+    assert len(kinds) == 21
     assert entries[-1]["end"]["lines"] == len(entries) - 1
 
 

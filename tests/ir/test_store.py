@@ -16,6 +16,7 @@ from tests.ir.plain import (
     child,
     failed,
     held,
+    modelled,
     new_store,
     new_study,
     promoted,
@@ -111,6 +112,7 @@ def test_no_record_is_changed_or_deleted(started: Store) -> None:
     promoted(started, sha)
     started.decide(sha, Lineage.CONTINUE, reason="faster", decided_by="loop")
     started.record_usage(Usage(purpose="search", wall_seconds=1.0))
+    modelled(started)
     for table in Record.metadata.sorted_tables:
         column = next(iter(table.primary_key.columns)).name
         assert rows(started)[table.name] > 0, table.name

@@ -5,6 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
+from kernelbraid.cli.agents import (
+    Api,
+    AuditCommandTemplate,
+    BaseUrl,
+    Evidence,
+    KeyVariable,
+    MaxMoney,
+    MaxTokens,
+    ModelName,
+    OtherModel,
+    OtherUrl,
+    PriceIn,
+    PriceOut,
+    ProposerCalls,
+)
 from kernelbraid.cli.application import (
     Compare,
     Device,
@@ -38,7 +53,8 @@ def search(
         int | None, typer.Option(help="Audits without a promotion after which to end.", min=1)
     ] = None,
     proposer: Annotated[
-        str, typer.Option(help="knobs, or external: candidates come through `submit`.")
+        str,
+        typer.Option(help="knobs, llm (a language model) or external (candidates come by `submit`)."),
     ] = "knobs",
     seed: Annotated[int, typer.Option(help="Decides among edits that evidence does not tell apart.")] = 0,
     study: Annotated[
@@ -49,13 +65,40 @@ def search(
         Path | None,
         typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
     ] = None,
+    proposer_calls: ProposerCalls = None,
+    model: ModelName = None,
+    base_url: BaseUrl = None,
+    api: Api = None,
+    key_variable: KeyVariable = None,
+    max_tokens: MaxTokens = None,
+    max_money: MaxMoney = None,
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    evidence: Evidence = "full",
+    audit_command: AuditCommandTemplate = None,
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
     """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
     from kernelbraid.search import travel
+    from kernelbraid.search.audits import runner
+    from kernelbraid.search.proposers.llm_settings import LlmSettings
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study
 
+    llm = None
+    if proposer == "llm":
+        llm = LlmSettings.of(
+            model,
+            base_url=base_url,
+            api=api,
+            key_variable=key_variable,
+            max_tokens=max_tokens,
+            max_money=max_money,
+            price_in=price_in,
+            price_out=price_out,
+            evidence=evidence,
+        )
+    run_job = runner(audit_command)
     with Study.create(
         study or new_study_folder(operator),
         operator,
@@ -67,21 +110,35 @@ def search(
         patience=DEFAULT_PATIENCE if patience is None else patience,
         proposer=proposer,
         seed=seed,
-        elsewhere=job is not None,
+        elsewhere=job is not None or audit_command is not None,
+        proposer_calls=proposer_calls,
+        llm=llm,
     ) as made:
         if job is None:
-            _drive(made, compare, as_json)
+            _drive(made, False if compare is None and audit_command else compare, as_json, run_job)
         else:
             done(as_json, travel.export(made, job, propose=True))
 
 
 @app.command()
-def resume(study: StudyFolder, compare: Compare = None, as_json: Json = False) -> None:
+def resume(
+    study: StudyFolder,
+    model: OtherModel = None,
+    base_url: OtherUrl = None,
+    audit_command: AuditCommandTemplate = None,
+    compare: Compare = None,
+    as_json: Json = False,
+) -> None:
     """Go on with an interrupted search, within the budgets it was given."""
+    from kernelbraid.search import travel
+    from kernelbraid.search.audits import runner
     from kernelbraid.search.study import Study
 
+    run_job = runner(audit_command)
     with Study.open(study) as opened:
-        _drive(opened, compare, as_json)
+        if opened.store.study.proposer == "llm":
+            travel.change_model(opened, model, base_url)
+        _drive(opened, False if compare is None and audit_command else compare, as_json, run_job)
 
 
 @app.command()
@@ -185,7 +242,7 @@ def new_study_folder(operator: str) -> Path:
     return next(folder for folder in named if not folder.exists())
 
 
-def _drive(study: Any, compare: bool | None, as_json: bool) -> None:
+def _drive(study: Any, compare: bool | None, as_json: bool, run_job: Any) -> None:
     """Run a study's search to its end, tell how it goes, and print what came of it."""
     from kernelbraid.report import documents, table
     from kernelbraid.report.progress import Watch
@@ -193,7 +250,7 @@ def _drive(study: Any, compare: bool | None, as_json: bool) -> None:
     from kernelbraid.search.travel import proposer_of
 
     with Watch() as watch:
-        ending = loop.run(study, proposer_of(study), progress=watch)
+        ending = loop.run(study, proposer_of(study), progress=watch, run_job=run_job)
     summary = {**study.summary(), "ended_by": ending.value}
     if ending is not loop.Ending.INTERRUPTED and (not as_json if compare is None else compare):
         say("measuring root, best, shipped and torch side by side")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kernelbraid.cli.agents import AuditCommandTemplate
 from kernelbraid.cli.application import Implementation, StudyFolder, app, emit, failed
 
 
@@ -75,9 +76,11 @@ def submit(
     opportunity: Annotated[int | None, typer.Option(help="Id of the opportunity it takes.")] = None,
     by: Annotated[str, typer.Option(help="Who submits.")] = "external",
     audit: Annotated[bool, typer.Option("--audit", help="Audit it here and now.")] = False,
+    audit_command: AuditCommandTemplate = None,
 ) -> None:
     """JSON: record a candidate and request its audit; with --audit, run it and decide on promotion."""
     from kernelbraid.report.progress import Watch
+    from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers import external
 
     with Watch() as watch:
@@ -95,6 +98,7 @@ def submit(
             by=by,
             audit=audit,
             progress=watch,
+            run_job=runner(audit_command),
         )
     emit(document)
 

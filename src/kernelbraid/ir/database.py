@@ -12,7 +12,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from kernelbraid.ir.schema import APPLICATION_ID, SCHEMA_VERSION, Record, SchemaVersion
+from kernelbraid.ir.schema import ADDED, APPLICATION_ID, SCHEMA_VERSION, Record, SchemaVersion
 from kernelbraid.ir.views import VIEWS
 
 BUSY_SECONDS = 30.0
@@ -49,7 +49,7 @@ class Database:
         """Open an existing file.
 
         Raises:
-            ValueError: it is missing, another program's, damaged, or of another version of the schema.
+            ValueError: it is missing, another program's, damaged, or of a later version of the schema.
             RuntimeError: it cannot be read.
         """
         _recognise(path)
@@ -61,12 +61,23 @@ class Database:
                     first = str(problem).splitlines()[-1]
                     raise ValueError(f"{path} is damaged ({first}): {_RESTORE}")
                 version = session.scalar(select(func.max(SchemaVersion.version)))
-            if version != SCHEMA_VERSION:
+            if version is None or not 1 <= version <= SCHEMA_VERSION:
                 raise ValueError(f"{path} has schema {version}: use the kernelbraid that wrote it")
+            if version < SCHEMA_VERSION:
+                database.extend()
         except BaseException:
             database.close()
             raise
         return database
+
+    def extend(self) -> None:
+        """Add the tables that an older layout lacks; whichever process comes first does it."""
+        with self.transaction() as session:
+            version = session.scalar(select(func.max(SchemaVersion.version))) or 0
+            for later in range(version + 1, SCHEMA_VERSION + 1):
+                for record in ADDED[later]:
+                    Record.metadata.tables[record.__tablename__].create(session.connection())
+                session.add(SchemaVersion(version=later))
 
     def close(self) -> None:
         """Close every connection."""

@@ -168,9 +168,10 @@ def _entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise ValueError(f"{path} line {number} is no JSON: the file was changed or cut short") from error
     if number == 1:
         header = {"kernelbraid_study": FORMAT, "schema": SCHEMA_VERSION}
+        older = [{**header, "schema": version} for version in range(1, SCHEMA_VERSION)]
         if not isinstance(entry, dict) or "kernelbraid_study" not in entry:
             raise ValueError(f"{path} line 1 is not that of an exported study")
-        if entry != header:
+        if entry != header and entry not in older:
             raise ValueError(f"{path} line 1 names format {entry}, and this kernelbraid reads {header}")
     if not isinstance(entry, dict):
         raise ValueError(f"{path} line {number} is no record")

@@ -46,7 +46,7 @@ from kernelbraid.ir.evidence import (
     Verdict,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x4B424944
 """Written into the header of every study database, so that a foreign SQLite file is recognised."""
 
@@ -425,6 +425,83 @@ class Usage(Record):
     """None where a proposer does not tell."""
     implementation: Mapped[str | None] = mapped_column(ForeignKey("implementation.sha256"), default=None)
     created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class AuditInterruption(Record):
+    """An audit that ended without evidence for no fault of the implementation: it stays pending."""
+
+    __tablename__ = "audit_interruption"
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    request: Mapped[str] = mapped_column(ForeignKey("audit_request.id"), index=True)
+    reason: Mapped[str]
+    output: Mapped[str] = mapped_column(default="")
+    """The last of what the command that ran it printed."""
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class Prompt(Record):
+    """A text that language models are given."""
+
+    __tablename__ = "prompt"
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    text: Mapped[str]
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class ModelSettings(Record):
+    """Which language model proposes, within which limits; the latest row holds."""
+
+    __tablename__ = "model_settings"
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    settings: Mapped[Any] = mapped_column(ANY)
+    prompts: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    """Hashes of the prompts."""
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class ModelCall(Record):
+    """A call of a language model that is about to be made, and the most that it may cost."""
+
+    __tablename__ = "model_call"
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    tokens: Mapped[int]
+    money: Mapped[float | None]
+    """US dollars; None where the price is unknown."""
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class ModelAnswer(Record):
+    """How a call ended; a call without one was cut off, and may have cost all that it might."""
+
+    __tablename__ = "model_answer"
+    call: Mapped[int] = mapped_column(ForeignKey("model_call.id"), primary_key=True)
+    usage: Mapped[int | None] = mapped_column(ForeignKey("usage.id"), unique=True)
+    """None where the endpoint refused the call, so that it cost nothing."""
+    model: Mapped[str]
+    """The model's name as the endpoint tells it."""
+    outcome: Mapped[str]
+    """Why the answer ends, such as `stop` or `length`, or the error."""
+    seconds: Mapped[float]
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+class ProposerAttempt(Record):
+    """What came of asking a proposer for a candidate."""
+
+    __tablename__ = "proposer_attempt"
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    proposer: Mapped[str]
+    outcome: Mapped[str] = mapped_column(CheckConstraint("outcome IN ('proposed', 'declined', 'failed')"))
+    reason: Mapped[str]
+    last_call: Mapped[int | None] = mapped_column(ForeignKey("model_call.id"))
+    created: Mapped[float] = mapped_column(default_factory=time.time)
+
+
+ADDED: dict[int, tuple[type[Record], ...]] = {
+    2: (AuditInterruption, Prompt, ModelSettings, ModelCall, ModelAnswer, ProposerAttempt),
+}
+"""Layout -> the tables that it added to the one before."""
 
 
 _ACCEPTED_SQL = ", ".join(f"'{status}'" for status in ACCEPTED)

@@ -13,7 +13,7 @@ from kernelbraid.ir.evidence import ACCEPTED, Status
 if TYPE_CHECKING:  # following a job must not load the study database
     from kernelbraid.search.loop import Progress
 
-LASTING = ("proposed", "audited", "promoted", "refused", "interrupted")
+LASTING = ("proposer", "proposed", "audited", "promoted", "refused", "interrupted")
 """Stages of a search whose line stays; the others only show on a terminal while they last."""
 SECONDS_BETWEEN_LINES = 20.0
 """How often a verification says where it is, where no terminal shows it."""

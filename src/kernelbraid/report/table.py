@@ -277,12 +277,31 @@ def closing(console: Console, summary: Document) -> None:
             "promotions": summary["promotions"],
             "elements compared as bits": summary["comparisons"],
             "unequal in accepted candidates": summary["unequal"],
+            **_model(summary["model"]),
             "smallest gain provable": None if gain is None else f"{100 * gain:.1f}%",
             "seconds": summary["seconds"],
             "ended by": summary.get("ended_by"),
             "stored in": summary["study"],
         },
     )
+
+
+def _model(model: Document | None) -> Document:
+    """What a language model cost, as far as its endpoint tells."""
+    if model is None:
+        return {}
+    tokens = [model["tokens_in"], model["tokens_out"]]
+    told = "unknown" if None in tokens else f"{tokens[0]:,} read, {tokens[1]:,} written"
+    if model["calls_without_usage"] and told != "unknown":
+        told += f", and {model['calls_without_usage']} calls that told none"
+    attempts = ", ".join(f"{count} {outcome}" for outcome, count in model["attempts"].items())
+    return {
+        "model": model["model"],
+        "its attempts": attempts or "none",
+        "its calls": model["calls"],
+        "its tokens": told,
+        "its cost": "unknown" if model["money"] is None else f"${model['money']:.4f}",
+    }
 
 
 def _workloads(console: Console, summary: Document, beside: Mapping[str, Document]) -> None:

@@ -7,21 +7,29 @@ search finds what it left.
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from kernelbraid.audit import jobs
+from kernelbraid.ir import proposing
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.search import lineage
+from kernelbraid.search.audit_command import AuditCommand, AuditCommandFailed
 from kernelbraid.search.measured import aggregate
 from kernelbraid.search.study import Study
 
+RUNS = 3
+"""Times that a failing audit command is run."""
+WAIT_SECONDS = 2.0
+"""Before it is run again; then four times as long."""
+
 
 class RunJob(Protocol):
-    """What runs a job: `jobs.run_job`, or a stand-in."""
+    """What runs a job: `jobs.run_job`, an `AuditCommand`, or a stand-in."""
 
     def __call__(
         self,
@@ -40,6 +48,15 @@ class Imported:
     recorded: tuple[AuditEvidence, ...]
     repeated: int
     """Answers to requests that were answered before; each is recorded once."""
+
+
+def runner(command: str | None) -> RunJob:
+    """Return what runs audits: this machine, or an audit command.
+
+    Raises:
+        ValueError: the command is no template.
+    """
+    return jobs.run_job if command is None else AuditCommand(command)
 
 
 def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
@@ -82,22 +99,38 @@ def run(
     progress: Callable[[jobs.Event], None] | None = None,
     run_job: RunJob = jobs.run_job,
 ) -> tuple[AuditEvidence, ...]:
-    """Audit pending requests on this machine and record what was found; what was cut short stays pending.
+    """Audit pending requests and record what was found; what was cut short stays pending.
+
+    A command that fails is written down as an interruption and repeated, RUNS times in all; it goes on from
+    the results that it left.
 
     Args:
         study: whose requests; the caller holds its controller lock.
         requests: what to audit, in this order.
         seconds: time after which the job stops by itself.
         progress: told of every stage.
-        run_job: runs the job.
+        run_job: runs the job, here or by a command.
+
+    Raises:
+        RuntimeError: the command failed RUNS times in a row.
     """
     job = job_of(study, requests)
     path = study.folder / "jobs" / f"{job.id}.json"
     jobs.write_job(job, path)
     results = study.folder / "results" / f"{job.id}.jsonl"
-    minutes = None if math.isinf(seconds) else seconds / 60
+    deadline = time.monotonic() + seconds
     try:
-        run_job(job, results, minutes=minutes, progress=progress)
+        for run in range(1, RUNS + 1):
+            minutes = None if math.isinf(seconds) else max(0.0, deadline - time.monotonic()) / 60
+            try:
+                run_job(job, results, minutes=minutes, progress=progress)
+                break
+            except AuditCommandFailed as failed:
+                waiting = [each.id for each in requests if each.id not in _answered(results)]
+                proposing.record_interruptions(study.store, waiting, failed.reason, failed.output)
+                if run == RUNS:
+                    raise RuntimeError(f"{failed.reason} ({RUNS} times; the audits stay pending)") from failed
+            time.sleep(min(WAIT_SECONDS * 4 ** (run - 1), max(0.0, deadline - time.monotonic())))
     finally:
         recorded = _collect(study, path)
     return recorded
@@ -160,8 +193,13 @@ def _collect(study: Study, job: Path) -> tuple[AuditEvidence, ...]:
     if _begun(results):
         recorded = _record(study, jobs.read_results(results).evidence).recorded
     results.unlink(missing_ok=True)
+    results.with_name(f"{job.stem}.job.json").unlink(missing_ok=True)
     job.unlink(missing_ok=True)
     return recorded
+
+
+def _answered(results: Path) -> set[str]:
+    return {each.job for each in jobs.read_results(results).evidence} if _begun(results) else set()
 
 
 def _begun(results: Path) -> bool:

@@ -88,3 +88,14 @@ class Budget:
     def audits_left(self) -> float:
         limit = self._store.study.audits
         return math.inf if limit is None else max(0, limit - self.audited)
+
+    @property
+    def proposer_calls(self) -> int:
+        """Times that a proposer was asked for candidates."""
+        with self._store.read() as session:
+            return session.scalar(select(func.sum(Usage.proposer_calls))) or 0
+
+    @property
+    def proposer_calls_left(self) -> float:
+        limit = self._store.study.proposer_calls
+        return math.inf if limit is None else max(0, limit - self.proposer_calls)

@@ -20,7 +20,7 @@ from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage, opportunities
 from kernelbraid.search.budget import CLOSING, SEARCH
 from kernelbraid.search.measured import aggregate, processes, provable
-from kernelbraid.search.proposers import Proposal, Proposer
+from kernelbraid.search.proposers import Proposal, Proposer, ProposerSpent
 from kernelbraid.search.standings import Standing
 from kernelbraid.search.study import Study
 
@@ -48,6 +48,10 @@ class Ending(StrEnum):
     PATIENCE = "patience"
     OPPORTUNITIES = "opportunities"
     """The proposer has nothing left to try."""
+    CALLS = "calls"
+    """The proposer was asked as often as the study allows."""
+    PROPOSER = "proposer"
+    """The proposer's own budget is spent: tokens, money, or attempts in vain."""
     INTERRUPTED = "interrupted"
     """Asked to stop; `run` on the same study goes on."""
 
@@ -57,7 +61,8 @@ class Progress:
     """What a search is doing, for whoever watches."""
 
     stage: str
-    """A stage of an audit (`build`, `screen`, ...), or `proposed`, `audited`, `promoted`, `refused`."""
+    """A stage of an audit (`build`, `screen`, ...), or `proposed`, `audited`, `promoted`, `refused`; or
+    `proposer`, where the proposer says why there is no more."""
     candidate: str
     """First digits of its hash."""
     message: str
@@ -171,6 +176,7 @@ class _Search:
         self._should_stop = should_stop
         self._run_job = run_job
         self._last_pace = 0.0
+        self._proposer_spent = False
         self._count()
 
     def run(self) -> Ending:
@@ -185,7 +191,7 @@ class _Search:
                 if not self._audit(requests, self._study.budget.seconds_left):
                     self._require_time_limit()
                 continue
-            ending = ending or Ending.OPPORTUNITIES
+            ending = ending or self._ending() or self._nothing_proposed()
             if closings == MOST_CLOSINGS or not self._close():
                 return ending
             closings += 1
@@ -240,7 +246,7 @@ class _Search:
         """Pending screens, after asking the proposer for candidates if there are none."""
         most = self._affordable() if most is None else most
         waiting = self._pending(Level.SCREEN)
-        if not waiting:
+        if not waiting and not self._proposer_spent:
             opportunities.observe(self._study)
             self._proposer.observe(self._study)
             self._propose(most)
@@ -250,7 +256,12 @@ class _Search:
     def _propose(self, most: int) -> None:
         """Admit proposals until one is new to the study or none comes."""
         while True:
-            proposals = self._proposer.propose(self._study, most)
+            try:
+                proposals = self._proposer.propose(self._study, most)
+            except ProposerSpent as spent:
+                self._proposer_spent = True
+                self.tell("proposer", "", str(spent))
+                return
             with self._study.store.transaction():
                 self._study.store.record_usage(Usage(purpose="proposal", proposer_calls=1))
                 admitted = [each for each in proposals if self._admit(each)]
@@ -356,9 +367,14 @@ class _Search:
             return Ending.AUDITS
         if study.budget.seconds_left <= self._pace():
             return Ending.TIME
+        if study.budget.proposer_calls_left < 1:
+            return None if self._pending(Level.SCREEN) else Ending.CALLS
         if query.audits_since_promotion(study.store) >= study.store.study.patience:
             return Ending.PATIENCE
         return None
+
+    def _nothing_proposed(self) -> Ending:
+        return Ending.PROPOSER if self._proposer_spent else Ending.OPPORTUNITIES
 
     def _confirmation(self) -> list[AuditRequest]:
         """The full audit of the best candidate that waits for one, if its time has come.

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,22 +13,28 @@ from kernelbraid import ops
 from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
-from kernelbraid.ir import query, schema
+from kernelbraid.ir import proposing, query, schema
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.schema import Audit, Lineage, Outcome
 from kernelbraid.ir.store import DuplicateSourceError, Store
 from kernelbraid.ops.problem import Operator
+from kernelbraid.search import prompts
 from kernelbraid.search.budget import Budget
 from kernelbraid.search.proposers import Proposal, edits
+from kernelbraid.search.proposers.llm_settings import LlmSettings
 from kernelbraid.search.standings import Standing, standing
 from kernelbraid.search.summary import summary
 
 DEFAULT_PATIENCE = 40
 """Audits without a promotion after which a search ends: more than the single edits of a usual source, so that
 a branch point can be tried out in full before the search gives up on it."""
-PROPOSERS = ("knobs", "external")
+PROPOSERS = ("knobs", "external", "llm")
 DECLARATIONS = ("numerics", "schedule")
 """Functions that every implementation exports beside the operator's entry points."""
+
+
+class _Rehearsed(Exception):  # noqa: N818 - ends a transaction that keeps nothing
+    pass
 
 
 class Study:
@@ -64,6 +71,8 @@ class Study:
         dtype: str | None = None,
         seed: int = 0,
         elsewhere: bool = False,
+        proposer_calls: int | None = None,
+        llm: LlmSettings | None = None,
     ) -> Self:
         """Make a new study in `folder`, whole or not at all.
 
@@ -77,10 +86,12 @@ class Study:
             minutes: time to search, the full audit that closes a search not included; None for no limit.
             audits: candidates to audit; None for no limit.
             patience: audits without a promotion after which the search ends.
-            proposer: `knobs`, or `external` where candidates come through `submit`.
+            proposer: `knobs`, `external` where candidates come through `submit`, or `llm`.
             dtype: one of the contract's; by default its first.
             seed: decides among edits that evidence does not tell apart.
             elsewhere: audits run on another machine: the device need not be here.
+            proposer_calls: times that the proposer is asked for candidates; None for no limit.
+            llm: the language model of the proposer `llm`.
 
         Raises:
             ValueError: an argument is out of its range, or the root is no implementation of the operator.
@@ -93,8 +104,12 @@ class Study:
         dtype = contract.dtypes[0] if dtype is None else dtype
         if proposer not in PROPOSERS:
             raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
+        if (proposer == "llm") != (llm is not None):
+            raise ValueError("a model's settings go with the proposer llm, and it needs them: give --model")
         if dtype not in contract.dtypes:
             raise ValueError(f"dtype must be one of {', '.join(contract.dtypes)}, got {dtype!r}")
+        if llm is not None:
+            llm.require()
         source = _root(operator, device, root)
         check_source(source, operator)
         timed = operator.grids["study"] if workloads is None else tuple(workloads)
@@ -115,8 +130,13 @@ class Study:
             patience=patience,
             minutes=minutes,
             audits=audits,
+            proposer_calls=proposer_calls,
+            arm="no-evidence" if llm is not None and llm.evidence == "none" else "full",
         )
-        return cls(Store.create(Path(folder), record, source, contract.requirements), operator)
+        store = Store.create(Path(folder), record, source, contract.requirements)
+        if llm is not None:
+            proposing.record_settings(store, llm.to_json(), prompts.shipped())
+        return cls(store, operator)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -220,6 +240,12 @@ class Study:
                     implementation=duplicate.existing.sha256,
                 )
             raise
+
+    def rehearse(self, proposal: Proposal) -> None:
+        """Raise what `admit` would raise, and record nothing."""
+        with suppress(_Rehearsed), self.store.transaction():
+            self.admit(proposal)
+            raise _Rehearsed
 
     def _take_up(self, child: str, proposer: str) -> None:
         """Reopen the archived parents of a new implementation, and measure them again."""

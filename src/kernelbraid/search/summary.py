@@ -1,11 +1,12 @@
 """What a study amounts to: the numbers of its closing table, and the facts that scripts read."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kernelbraid.contract import Workload
-from kernelbraid.ir import query
+from kernelbraid.ir import proposing, query
 from kernelbraid.ir.evidence import AuditEvidence, Measurement
 from kernelbraid.search.budget import CLOSING
 from kernelbraid.search.measured import aggregate, cold, provable
@@ -54,6 +55,7 @@ def summary(study: "Study") -> dict[str, Any]:
             "smallest_gain": _smallest_gain(list(standings.values())),
             "stage_seconds": query.stage_seconds(study.store),
             "budget": _budget(study),
+            "model": _model(study),
             "stored": _places(study),
         }
 
@@ -140,3 +142,24 @@ def _measurement(evidence: AuditEvidence | None, workload: str) -> Measurement |
 
 def _mean(ms: Sequence[float]) -> float:
     return math.exp(math.fsum(math.log(each) for each in ms) / len(ms))
+
+
+def _model(study: "Study") -> dict[str, Any] | None:
+    """What the language model cost and did; None where none proposes."""
+    found = proposing.settings(study.store)
+    if found is None:
+        return None
+    spent = proposing.spent(study.store)
+    outcomes = Counter(each.outcome for each in proposing.attempts(study.store))
+    limits = ("model", "api", "base_url", "evidence", "max_tokens", "max_money")
+    return {
+        **{name: found.values.get(name) for name in limits},
+        "attempts": dict(outcomes),
+        "calls": spent.calls,
+        "tokens_in": spent.tokens_in,
+        "tokens_out": spent.tokens_out,
+        "money": spent.money_reported,
+        "calls_without_usage": spent.unreported,
+        "charged_tokens": spent.tokens,
+        "charged_money": spent.money,
+    }

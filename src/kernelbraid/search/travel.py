@@ -7,17 +7,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kernelbraid.ir import proposing
 from kernelbraid.search import audits, loop
 from kernelbraid.search.proposers import Proposer
 from kernelbraid.search.proposers.external import External
 from kernelbraid.search.proposers.knobs import KnobProposer
+from kernelbraid.search.proposers.llm_settings import LlmSettings
 from kernelbraid.search.study import Study
 
 
 def proposer_of(study: Study) -> Proposer:
     """Return the proposer that a study was made with."""
     record = study.store.study
+    if record.proposer == "llm":
+        from kernelbraid.search.proposers.llm import LlmProposer
+
+        return LlmProposer.of(study)
     return External() if record.proposer == "external" else KnobProposer(record.seed)
+
+
+def change_model(study: Study, model: str | None, base_url: str | None) -> None:
+    """Go on with another model or at another address; limits, prompts and what was spent stay.
+
+    Raises:
+        ValueError: the model or the address is out of its range, or there is no key.
+    """
+    found = proposing.settings(study.store)
+    if found is None or (model is None and base_url is None):
+        return
+    before = LlmSettings.from_json(found.values)
+    after = before.moved(model, base_url)
+    after.require()
+    if after != before:
+        proposing.record_settings(study.store, after.to_json(), found.prompts)
 
 
 def export(

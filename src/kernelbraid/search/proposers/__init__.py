@@ -26,6 +26,10 @@ class Proposal:
     opportunity: int | None = None
 
 
+class ProposerSpent(Exception):  # noqa: N818 - a result
+    """A proposer's own budget is spent, or it came to nothing too often; the text says which."""
+
+
 class Proposer(Protocol):
     """Anything that proposes; its state is the study's record alone, so that a search can be resumed."""
 
@@ -37,5 +41,10 @@ class Proposer(Protocol):
         ...
 
     def propose(self, study: "Study", wanted: int) -> Sequence[Proposal]:
-        """Return up to `wanted` proposals, the most promising first; none when nothing is left to try."""
+        """Return up to `wanted` proposals, the most promising first; none when nothing is left to try.
+
+        Raises:
+            ProposerSpent: there will be no more, for a reason of the proposer's own.
+            RuntimeError: what it needs cannot be reached; the search can go on later.
+        """
         ...

@@ -4,6 +4,7 @@ Each verb opens the study folder, does one thing and returns a JSON-able diction
 calls.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -37,28 +38,33 @@ def next_(folder: Path, most: int = 10) -> dict[str, Any]:
         most: opportunities, parents and failures listed, the most promising or latest first.
     """
     with Study.open(folder) as study:
-        study.require_current()
-        proposer = KnobProposer(study.store.study.seed)
-        analysers.observe(study)
-        proposer.observe(study)
-        with study.store.read():
-            frontier = {each.sha256 for each in query.frontier(study.store)}
-            standings = [each for each in study.standings().values() if each.sha256 in frontier]
-            standings.sort(key=lambda each: each.log_objective or 0.0)
-            expected = proposer.expectations(study)
-            points = frontier | {study.root, study.incumbent}
-            opportunities = _listed(query.open_opportunities(study.store), expected, points, most)
-            return {
-                "study": str(study.folder),
-                "task": _task(study),
-                "root": study.root,
-                "incumbent": study.incumbent,
-                "parents": [_standing(each) for each in standings[:most]],
-                "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
-                "failures": [_failure(each) for each in _failures(study)[-most:]],
-                "pending": [each.implementation for each in study.store.pending()],
-                "budget": _budget(study),
-            }
+        return outlook(study, most)
+
+
+def outlook(study: Study, most: int = 10) -> dict[str, Any]:
+    """Return what `next_` does, of an open study."""
+    study.require_current()
+    proposer = KnobProposer(study.store.study.seed)
+    analysers.observe(study)
+    proposer.observe(study)
+    with study.store.read():
+        frontier = {each.sha256 for each in query.frontier(study.store)}
+        standings = [each for each in study.standings().values() if each.sha256 in frontier]
+        standings.sort(key=lambda each: each.log_objective or 0.0)
+        expected = proposer.expectations(study)
+        points = frontier | {study.root, study.incumbent}
+        opportunities = _listed(query.open_opportunities(study.store), expected, points, most)
+        return {
+            "study": str(study.folder),
+            "task": task(study),
+            "root": study.root,
+            "incumbent": study.incumbent,
+            "parents": [_standing(each) for each in standings[:most]],
+            "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
+            "failures": [_failure(each) for each in _failures(study)[-most:]],
+            "pending": [each.implementation for each in study.store.pending()],
+            "budget": _budget(study),
+        }
 
 
 def _listed(
@@ -77,26 +83,31 @@ def _listed(
 def source(folder: Path, sha256: str) -> dict[str, Any]:
     """Return an implementation's text, knobs and descent; `sha256` may be the first digits."""
     with Study.open(folder) as study:
-        found = study.store.source(sha256)
-        knobs = edits.declared(found, study.contract)
-        steps = query.lineage(study.store, found.sha256)
-        return {
-            "implementation": found.sha256,
-            "label": found.label,
-            "text": found.text,
-            "knobs": [
-                {"name": k.name, "kind": k.kind.value, "value": k.value, "choices": list(k.choices)}
-                for k in knobs
-            ],
-            "lineage": [
-                {
-                    "implementation": step.implementation.sha256,
-                    "parents": list(step.modification.parents) if step.modification else [],
-                    "hypothesis": step.modification.hypothesis if step.modification else "",
-                }
-                for step in steps
-            ],
-        }
+        return source_of(study, sha256)
+
+
+def source_of(study: Study, sha256: str) -> dict[str, Any]:
+    """Return what `source` does, of an open study."""
+    found = study.store.source(sha256)
+    knobs = edits.declared(found, study.contract)
+    steps = query.lineage(study.store, found.sha256)
+    return {
+        "implementation": found.sha256,
+        "label": found.label,
+        "text": found.text,
+        "knobs": [
+            {"name": k.name, "kind": k.kind.value, "value": k.value, "choices": list(k.choices)}
+            for k in knobs
+        ],
+        "lineage": [
+            {
+                "implementation": step.implementation.sha256,
+                "parents": list(step.modification.parents) if step.modification else [],
+                "hypothesis": step.modification.hypothesis if step.modification else "",
+            }
+            for step in steps
+        ],
+    }
 
 
 def merge(folder: Path, ours: str, theirs: str) -> dict[str, Any]:
@@ -107,7 +118,13 @@ def merge(folder: Path, ours: str, theirs: str) -> dict[str, Any]:
     Raises:
         ValueError: one of them is not verified, or one descends from the other.
     """
-    with Study.open(folder) as study, study.store.read():
+    with Study.open(folder) as study:
+        return merge_of(study, ours, theirs)
+
+
+def merge_of(study: Study, ours: str, theirs: str) -> dict[str, Any]:
+    """Return what `merge` does, of an open study."""
+    with study.store.read():
         found = merging.merge(study, ours, theirs)
         return {
             "base": found.base,
@@ -119,7 +136,13 @@ def merge(folder: Path, ours: str, theirs: str) -> dict[str, Any]:
 
 def evidence(folder: Path, sha256: str) -> dict[str, Any]:
     """Return everything that audits found about an implementation, and what was decided on it."""
-    with Study.open(folder) as study, study.store.read():
+    with Study.open(folder) as study:
+        return evidence_of(study, sha256)
+
+
+def evidence_of(study: Study, sha256: str) -> dict[str, Any]:
+    """Return what `evidence` does, of an open study."""
+    with study.store.read():
         implementation = study.store.implementation(sha256)
         found = query.audits(study.store, implementation.sha256)
         decisions = [
@@ -247,7 +270,8 @@ def _search(
             study.store.record_usage(Usage(purpose="queue", queue_seconds=WAIT_SECONDS))
 
 
-def _task(study: Study) -> dict[str, Any]:
+def task(study: Study) -> dict[str, Any]:
+    """Return what a study is about: what to export, the domain, what is measured."""
     record, contract = study.store.study, study.contract
     return {
         "operator": study.operator.name,
@@ -264,6 +288,11 @@ def _task(study: Study) -> dict[str, Any]:
             {**each.flat(), "weight": each.weight, "limit": each.limit} for each in study.workloads
         ],
     }
+
+
+def task_text(study: Study) -> str:
+    """Return the task as JSON text."""
+    return json.dumps(task(study), indent=1)
 
 
 def _budget(study: Study) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Other programs' doors into KernelBraid, a module each."""
