@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -173,7 +172,7 @@ CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=2.0, floor=5e-7, regimes=FORWARD),
-        AccuracyBound("dlogits", factor=2.0, floor=1e-6, regimes=BACKWARD, noise=4.0, of="dweights"),
+        AccuracyBound("dlogits", factor=2.0, floor=1e-6, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
@@ -211,9 +210,7 @@ CUDA_CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=4.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound(
-            "dlogits", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED, noise=4.0, of="dweights"
-        ),
+        AccuracyBound("dlogits", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
     ),
     canonical_nan=True,
 )
