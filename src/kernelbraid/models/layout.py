@@ -118,6 +118,7 @@ def packed(cu_seqlens: Tensor, tokens: int, max_seqlen: int | None, positions: T
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     cu_seqlens = cu_seqlens.to(torch.int32)
+    max_seqlen = int(max_seqlen)
     counted = packed_positions(cu_seqlens, tokens)
     if positions is not None and not torch.equal(positions.reshape(-1).int(), counted):
         raise ValueError("position_ids differ from those of cu_seq_lens_q: leave position_ids out")

@@ -64,7 +64,7 @@ def packed_logprobs(
     Bits: those of `Decoder.hidden` and `Decoder.logprobs`, so those that rollout recorded for equal weights;
         gradients of a sequence's tokens, and of all parameters, do not depend on threads or on a rerun.
     """
-    report(model).require()
+    require_complete(model)
     if input_ids.dim() != 1 or labels.shape != input_ids.shape:
         raise ValueError(
             f"input_ids and labels must be [tokens], packed, got {list(input_ids.shape)} and "
@@ -91,6 +91,12 @@ def packed_logprobs(
     found = logprob(hidden, weights.head, labels, temperature=temperature)
     assert isinstance(found, Tensor)
     return found
+
+
+@torch.compiler.disable
+def require_complete(model: Any) -> None:
+    """Raise ValueError, naming what is left, unless a model is unified as a whole."""
+    report(model).require()
 
 
 def parts_of(model: Any) -> dict[str, list[Tensor]]:
@@ -170,7 +176,7 @@ def decoder_of(model: Any) -> ModelDecoder:
     Raises:
         ValueError: a module of the model is not unified.
     """
-    report(model).require()
+    require_complete(model)
     tables: RopeTables = model.model.rotary_emb.__dict__[forwards.TABLES]
     with torch.no_grad():
         tensors = {name: join([part.detach() for part in parts]) for name, parts in parts_of(model).items()}

@@ -132,8 +132,6 @@ def report(model: Any) -> Unification:
                 unified.append(name)
             else:
                 left.setdefault(name, "its forward is transformers' own: call unify(model)")
-    if not unified:
-        left = {}
     return Unification(tuple(unified), MappingProxyType(left), operators_of(sizes))
 
 
