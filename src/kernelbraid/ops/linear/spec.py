@@ -80,6 +80,7 @@ FORM = RowForm(
 )
 
 GROUPS = (1, 2, 4, 8)
+K_BLOCK = Knob("k_block", (64, 128, 256), 128, "numbers of in_features, in dx of out_features, of a chain")
 KNOBS = (
     Knob("k_groups", GROUPS, 1, "parts of the sum over in_features, such as one a rank"),
     Knob("n_groups", GROUPS, 1, "parts of the sum over out_features in dx"),
@@ -118,7 +119,7 @@ CONTRACT = Contract(
         GROUPED,
     ),
     special_values=SPECIAL_VALUES,
-    knobs=KNOBS,
+    knobs=(K_BLOCK, *KNOBS),
     relations=relations(gradients=True, graph=False),
     accuracy=(
         AccuracyBound("out", factor=4.0, floor=2e-6, regimes=FORWARD),

@@ -5,7 +5,7 @@
     logprob[t] = s[t, target of t] - lse[t]
     entropy[t] = -sum_v p[t, v] * log p[t, v]                 p[t, v] = exp(s[t, v] - lse[t])
 
-The order of every sum is README.md's: a logit is one chain over k; BLOCK logits are reduced by 16 lanes, and
+The order of every sum is README.md's: a logit is a sum of chains over K_BLOCK numbers of k; BLOCK logits are reduced by 16 lanes, and
 blocks by 16 lanes again. Gradients recompute the logits of a piece of tokens, block by block, and keep the
 gradients of the piece's logits. A task is a block of the vocabulary, or columns of dx; threads take tasks
 from one counter. Inner loops are written as vector instructions across independent sums.
@@ -22,6 +22,7 @@ from numba import boolean, float32, int64, njit, types
 from numba.extending import intrinsic
 
 BLOCK = 128
+K_BLOCK = 128
 ROWS = 6
 COLUMNS = 192
 PIECE = 8
@@ -29,6 +30,7 @@ THREAD_COST = 8000
 
 KNOBS = {
     "BLOCK": ("numeric", (64, 128, 256)),
+    "K_BLOCK": ("numeric", (64, 128, 256)),
     "ROWS": ("schedule", (2, 4, 6)),
     "COLUMNS": ("schedule", (64, 128, 192, 320)),
     "PIECE": ("schedule", (1, 2, 4, 8, 16)),
@@ -199,24 +201,43 @@ def repeat(count, step, body, carried=()):
 
 
 def products(added, rows, a, a_bytes, a_step, b, b_bytes, c, c_bytes, columns, depth):
-    """c = a @ b for up to ROWS rows, or c = c + a @ b: each sum one chain from +0, in registers.
+    """c = a @ b for up to ROWS rows, K_BLOCK after K_BLOCK; or c = c + a @ b, each sum one chain.
 
+    A chain begins at +0 and stays in registers; the total begins at +0 too, and chains are added to it.
     Number j of a's row r lies at a + r * a_bytes + j * a_step; b has `depth` rows of `columns` numbers.
     """
     builder = rows.builder
 
     def case(tall):
-        def tile(column, load, store, vectors):
-            places = [c + c_bytes * r + column + 64 * n for r in range(tall) for n in range(vectors)]
-            zeros = [Value(builder, VECTOR([0.0] * LANES)) for _ in places]
+        def chain(first, count, column, load, vectors):
+            a_first, b_first = [a + a_bytes * r + first * a_step for r in range(tall)], b + first * b_bytes
 
             def step(j, *sums):
-                parts = [load(b + j * b_bytes + column + 64 * n) for n in range(vectors)]
-                factors = [(a + a_bytes * r + j * a_step).load(F32).spread() for r in range(tall)]
+                parts = [load(b_first + j * b_bytes + column + 64 * n) for n in range(vectors)]
+                factors = [(row + j * a_step).load(F32).spread() for row in a_first]
                 return [factors[i // vectors].fma(parts[i % vectors], x) for i, x in enumerate(sums)]
 
-            for place, x in zip(places, repeat(depth, 1, step, zeros), strict=True):
-                store(place, (load(place) + x if added else x).canonical())
+            return repeat(count, 1, step, [Value(builder, VECTOR([0.0] * LANES))] * (tall * vectors))
+
+        def tile(column, load, store, vectors):
+            places = [c + c_bytes * r + column + 64 * n for r in range(tall) for n in range(vectors)]
+
+            def block(j):
+                left = depth - j
+                sums = chain(j, left.pick("<", K_BLOCK, left, K_BLOCK), column, load, vectors)
+                before = [j.pick("==", 0, VECTOR([0.0] * LANES), load(place)) for place in places]
+                totals = [total + x for total, x in zip(before, sums, strict=True)]
+                with builder.if_else(left.compare(">", K_BLOCK)) as (more, done):
+                    for branch, last in ((more, False), (done, True)):
+                        with branch:
+                            for place, x in zip(places, totals, strict=True):
+                                store(place, x.canonical() if last else x)
+
+            if not added:
+                repeat(depth, K_BLOCK, block)
+                return
+            for place, x in zip(places, chain(depth * 0, depth, column, load, vectors), strict=True):
+                store(place, (load(place) + x).canonical())
 
         whole = columns / TILE
         repeat(whole, 1, lambda i: tile(i * (4 * TILE), Value.load, Value.store, TILE // LANES))
@@ -670,7 +691,7 @@ def logprob_backward(
 
 
 def numerics(constant_axes):
-    return {"block": BLOCK}
+    return {"block": BLOCK, "k_block": K_BLOCK}
 
 
 def schedule(axes, knobs):

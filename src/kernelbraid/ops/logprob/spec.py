@@ -189,7 +189,10 @@ CONTRACT = Contract(
         ),
     ),
     special_values=SPECIAL_VALUES,
-    knobs=(Knob("block", (64, 128, 256), 128, "logits that are reduced together"),),
+    knobs=(
+        Knob("block", (64, 128, 256), 128, "logits that are reduced together"),
+        Knob("k_block", (64, 128, 256), 128, "numbers of a logit that one chain adds, as in `linear`"),
+    ),
     relations=relations(gradients=True, graph=False),
     accuracy=(
         AccuracyBound("logprob", factor=12.0, floor=2e-6, regimes=FORWARD),

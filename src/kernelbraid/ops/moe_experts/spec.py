@@ -191,7 +191,7 @@ CONTRACT = Contract(
         ),
     ),
     special_values=SPECIAL_VALUES,
-    knobs=(),
+    knobs=(Knob("k_block", (64, 128, 256), 128, "numbers of a product's sum that one chain adds"),),
     relations=relations(gradients=True, graph=False),
     accuracy=(
         AccuracyBound("out", factor=4.0, floor=2e-6, regimes=FORWARD),
