@@ -29,10 +29,12 @@ KNOBS = {
     "THREAD_COST": ("schedule", (131072, 524288, 2097152)),
 }
 
-BLOCK = 64  # tokens of a pass are a multiple of it; no chain of a parameter's gradient crosses one, or is longer
+BLOCK = (
+    64  # tokens of a pass are a multiple of it; no chain of a parameter's gradient crosses one, or is longer
+)
 DOT_BLOCK = 16  # numbers of a chain of dweights
 PASS_FLOATS = 1 << 25  # numbers that the rows of a pass may take
-MATRIX_ROWS = 64  # rows of a gradient's matrix in a task
+MATRIX_ROWS = 96  # rows of a gradient's matrix in a task
 LANES = 16
 EXP2 = "1p0 1.62e432p-1 1.ebfbe2p-3 1.c6ae72p-5 1.3b270ep-7 1.5f7276p-10 1.470b48p-13"
 EXP2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(EXP2.split()))
@@ -119,12 +121,15 @@ def tile(rows, vectors, width):
         builder.position_at_end(outer)
         n, start = builder.phi(I64), builder.phi(I64)
         stop = builder.load(builder.inttoptr(builder.add(ends, builder.mul(n, I64(8))), I64.as_pointer()))
+        length = builder.sub(stop, start)
+        a_start = builder.add(a, builder.mul(start, a_column))
+        b_start = builder.add(b, builder.mul(start, b_row))
         builder.branch(loop)
         builder.position_at_end(loop)
         k = builder.phi(I64)
         sums = [builder.phi(vector) for _ in each]
-        loaded = [builder.load(place(b, k, b_row, v, vector), align=4) for v in range(vectors)]
-        column = builder.add(a, builder.mul(k, a_column))
+        loaded = [builder.load(place(b_start, k, b_row, v, vector), align=4) for v in range(vectors)]
+        column = builder.add(a_start, builder.mul(k, a_column))
         factors = []
         for m in range(rows):
             x = builder.load(place(column, I64(m), a_row, 0, FLOAT), align=4)
@@ -134,9 +139,9 @@ def tile(rows, vectors, width):
             builder.call(fused, [factors[m], loaded[v], s]) for (m, v), s in zip(each, sums, strict=True)
         ]
         following = builder.add(k, I64(1))
-        builder.cbranch(builder.icmp_signed("<", following, stop), loop, added)
+        builder.cbranch(builder.icmp_signed("<", following, length), loop, added)
         zeros = [vector([0.0] * width)] * len(each)
-        for phi, first, after in zip([k, *sums], [start, *zeros], [following, *later], strict=True):
+        for phi, first, after in zip([k, *sums], [I64(0), *zeros], [following, *later], strict=True):
             phi.add_incoming(first, outer)
             phi.add_incoming(after, loop)
         builder.position_at_end(added)
@@ -158,17 +163,21 @@ def tile(rows, vectors, width):
     return chained
 
 
-tile_4x64, tile_8x16, tile_4x1 = tile(4, 4, 16), tile(8, 1, 16), tile(4, 1, 1)
+tile_6x64, tile_4x64, tile_8x16 = tile(6, 4, 16), tile(4, 4, 16), tile(8, 1, 16)
+tile_4x1 = tile(4, 1, 1)
 tile_1x64, tile_1x16, tile_1x1 = tile(1, 4, 16), tile(1, 1, 16), tile(1, 1, 1)
 
 
 @inner
-def chain(a, b, c, ends):
-    """Add a @ b to c, a chain up to each of `ends` along k; columns of b and c are next to each other."""
+def chain(a, b, c, ends, tall):
+    """Add a @ b to c, a chain up to each of `ends` along k; columns of b and c are next to each other.
+
+    Tiles of six rows instead of four, `tall`, are faster where rows of a are next to each other or chains short.
+    """
     if ends.size:
         walk_tiles(
             *(a.ctypes.data, a.strides[0], a.strides[1], b.ctypes.data, b.strides[0]),
-            *(c.ctypes.data, c.strides[0], c.shape[0], c.shape[1], ends.ctypes.data, ends.size),
+            *(c.ctypes.data, c.strides[0], c.shape[0], c.shape[1], ends, tall),
         )
 
 
@@ -181,31 +190,37 @@ def blocks_of(count):
 
 
 @inner
-def walk_tiles(a, ar, ac, b, br, c, cr, high, wide, ends, chains):
+def walk_tiles(a, ar, ac, b, br, c, cr, high, wide, bounds, tall):
     """`chain` by addresses and strides in bytes."""
-    n = 0
+    n, ends, chains = 0, bounds.ctypes.data, bounds.size
     while n < wide:
         left = wide - n
         width = 64 if left >= 64 else (16 if left >= 16 else 1)
-        rows = 8 if width == 16 else 4
-        whole = high // rows * rows
-        bn = b + 4 * n
-        for m in range(0, whole, rows):
+        bn, m = b + 4 * n, 0
+        while m < high:
             am, cm = a + m * ar, c + m * cr + 4 * n
+            rows = 1
             if width == 64:
-                tile_4x64(am, ar, ac, bn, br, cm, cr, ends, chains)
+                if high - m >= 6 and tall:
+                    rows = 6
+                    tile_6x64(am, ar, ac, bn, br, cm, cr, ends, chains)
+                elif high - m >= 4:
+                    rows = 4
+                    tile_4x64(am, ar, ac, bn, br, cm, cr, ends, chains)
+                else:
+                    tile_1x64(am, ar, ac, bn, br, cm, cr, ends, chains)
             elif width == 16:
-                tile_8x16(am, ar, ac, bn, br, cm, cr, ends, chains)
-            else:
+                if high - m >= 8:
+                    rows = 8
+                    tile_8x16(am, ar, ac, bn, br, cm, cr, ends, chains)
+                else:
+                    tile_1x16(am, ar, ac, bn, br, cm, cr, ends, chains)
+            elif high - m >= 4:
+                rows = 4
                 tile_4x1(am, ar, ac, bn, br, cm, cr, ends, chains)
-        for m in range(whole, high):
-            am, cm = a + m * ar, c + m * cr + 4 * n
-            if width == 64:
-                tile_1x64(am, ar, ac, bn, br, cm, cr, ends, chains)
-            elif width == 16:
-                tile_1x16(am, ar, ac, bn, br, cm, cr, ends, chains)
             else:
                 tile_1x1(am, ar, ac, bn, br, cm, cr, ends, chains)
+            m += rows
         n += width
 
 
@@ -239,7 +254,7 @@ def scatter(block, pairs, out):
 @inner
 def gate_and_up(x, matrix, pairs, top_k, lanes):
     block = np.zeros((matrix.shape[0], lanes), np.float32)
-    chain(matrix, gather(x, pairs, top_k, lanes), block, blocks_of(x.shape[1]))
+    chain(matrix, gather(x, pairs, top_k, lanes), block, blocks_of(x.shape[1]), False)
     return block
 
 
@@ -257,7 +272,7 @@ def compute_pairs(x, order, top_k, gate_up, down, y, expert, first, last, probe)
             gate = block[i, r]
             block[i, r] = gate * sigmoid(gate) * block[inside + i, r]
     found = np.zeros((down.shape[1], lanes), np.float32)
-    chain(down[expert], block[:inside], found, blocks_of(inside))
+    chain(down[expert], block[:inside], found, blocks_of(inside), False)
     scatter(found, pairs, y)
     return keeps_denormals(probe)
 
@@ -296,8 +311,12 @@ def differentiate_pairs(
     lanes, inside = lanes_of(pairs.size), down.shape[2]
     block = gate_and_up(x, gate_up[expert], pairs, top_k, lanes)
     dact = np.zeros((inside, lanes), np.float32)
-    chain(down[expert].T, gather(dout, pairs, top_k, lanes), dact, blocks_of(dout.shape[1]))
-    share, projected, part = np.zeros(lanes, np.float32), np.zeros(lanes, np.float32), np.zeros(lanes, np.float32)
+    chain(down[expert].T, gather(dout, pairs, top_k, lanes), dact, blocks_of(dout.shape[1]), True)
+    share, projected, part = (
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+    )
     for r in range(pairs.size):
         share[r] = weights[pairs[r] // top_k, pairs[r] % top_k]
     act = np.empty((inside, lanes), np.float32)
@@ -320,7 +339,7 @@ def differentiate_pairs(
         dweights[pairs[r]] = canonical(projected[r])
     if dy.shape[0]:
         found = np.zeros((x.shape[1], lanes), np.float32)
-        chain(gate_up[expert].T, block, found, blocks_of(2 * inside))
+        chain(gate_up[expert].T, block, found, blocks_of(2 * inside), True)
         scatter(found, pairs, dy)
     if dblock.shape[0]:
         for i in range(2 * inside):
@@ -341,7 +360,7 @@ def differentiate_matrix(left, right, order, top_k, out, start, expert, first, l
     for i in range(first + 1, last + 1):
         if i == last or i - begin == BLOCK or order[i] // top_k // BLOCK != order[begin] // top_k // BLOCK:
             ends[count], count, begin = i - first, count + 1, i
-    chain(left[start : start + rows.shape[0], first:last], right[first:last], rows, ends[:count])
+    chain(left[start : start + rows.shape[0], first:last], right[first:last], rows, ends[:count], True)
     for m in range(rows.shape[0]):
         for n in range(rows.shape[1]):
             rows[m, n] = canonical(rows[m, n])
@@ -472,7 +491,12 @@ def differentiate(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_
         share(differentiate_matrix, (dblock, x[order // top_k], order, top_k, dgate_up), tasks, plan["parts"])
     if ddown is not None:
         tasks = [(at, *each) for each in whole for at in range(0, width, MATRIX_ROWS)]
-        share(differentiate_matrix, (dout[order // top_k].T, weighted, order, top_k, ddown), tasks, plan["parts"])
+        share(
+            differentiate_matrix,
+            (dout[order // top_k].T, weighted, order, top_k, ddown),
+            tasks,
+            plan["parts"],
+        )
 
 
 def chosen_schedule(x, experts, down):
