@@ -4,13 +4,13 @@
     dx[t, k]  = sum_n dout[t, n] * w[n, k]
     dw[n, k]  = sum_t dout[t, n] * x[t, k]        db[n] = sum_t dout[t, n]
 
-Every sum goes in ascending order of what is summed, in blocks: K_BLOCK of k and n, TOKEN_BLOCK tokens, for db
-BIAS_BLOCK. A block is one chain of fused multiply-adds from +0, and is then added to the total; the sum over k
-in K_GROUPS equal parts, that over n in N_GROUPS, merged by pairing neighbours. No schedule can change it:
-vectors run across independent elements, never along a sum. A task is a panel of COLUMNS columns of the result
-and some of its rows. Of the second factor it packs DEPTH numbers a column at a time, then lets ROWS rows at a
-time see them, whose sums stay in vector registers; few rows read it in place. Inner loops are written as
-vector instructions. db is a product too: of a row of ones with dout.
+Every sum goes in ascending order of what is summed, in blocks: K_BLOCK of k and n, TOKEN_BLOCK tokens, for
+db BIAS_BLOCK. A block is one chain of fused multiply-adds from +0, which is added to the total. The sum over
+k is in K_GROUPS equal parts, that over n in N_GROUPS, merged by pairing neighbours. No schedule can change
+it: vectors run across independent elements, never along a sum. A task is a panel of COLUMNS columns of a
+result and some of its rows. Of the second factor it packs DEPTH numbers a column at a time, then lets ROWS
+rows at a time see them, whose sums stay in vector registers; few rows read it in place. Inner loops are
+written as vector instructions. db is a product too: of a row of ones with dout.
 """
 
 import math
@@ -350,7 +350,7 @@ def multiply(a, b, c, bias, sizes, counters, probe):
     """Take tasks until none is left: c = a @ b + bias, or c + a @ b; False if denormals are dropped here.
 
     `sizes`: whether a is read along its columns, whether b's rows are columns of the product, groups of the
-    sum, numbers of a chain, whether c is added to, rows of a task, and numbers packed at a time, whole chains.
+    sum, numbers of a chain, whether c is added to, rows of a task, and numbers packed at a time: chains.
     """
     a_turned, b_turned, groups, block, add, tile, step = sizes
     rows, columns = c.shape
@@ -459,7 +459,7 @@ def helpers():
 
 
 def product(a, b, c, bias, a_turned, b_turned, groups, block, add):
-    """c = a @ b + bias (or c + a @ b), a chain for each block, on as many threads as it is worth, this one among them."""
+    """c = a @ b + bias (or c + a @ b) on as many threads as it is worth, this one among them."""
     rows, columns = c.shape
     depth = a.shape[0] if a_turned else a.shape[1]
     chosen = schedule({"tokens": rows, "in_features": depth, "out_features": columns}, CHOSEN)

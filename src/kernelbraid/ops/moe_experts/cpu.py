@@ -2,10 +2,10 @@
 
     out[t] = sum_s w[t, s] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))        e = experts[t, s]
 
-Every product of matrices is a sum of chains an output: K ascending in blocks of K_BLOCK, each step one fma, each
-chain from +0 and added to the total. A task is some rows of one expert, side by side in lanes, or for gradients
-of parameters some rows of a matrix: no lane sees another, so neither tiles nor threads nor the other tokens of
-an expert can change a bit. README.md has all orders.
+Every product of matrices is a sum of chains an output: K ascending in blocks of K_BLOCK, each step one fma,
+each chain from +0 and added to the total. A task is some rows of one expert, side by side in lanes, or for
+gradients of parameters some rows of a matrix: no lane sees another, so neither tiles nor threads nor other
+tokens of an expert can change a bit. README.md has all orders.
 """
 
 import itertools
@@ -96,7 +96,7 @@ FLOAT, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def tile(rows, vectors, width):
-    """Make c[m, n] = c[m, n] + chains, fma(a[m, k], b[k, n], s), k ascending, of a tile that stays in registers.
+    """Make c[m, n] = c[m, n] + chains, fma(a[m, k], b[k, n], s), k ascending, a tile of sums in registers.
 
     Its arguments are addresses and strides: a, to the next row and column of a in bytes, b, to b's next row,
     c, to c's next row, the ends of the chains along k, ascending, and how many there are, at least one.
@@ -172,7 +172,7 @@ tile_1x64, tile_1x16, tile_1x1 = tile(1, 4, 16), tile(1, 1, 16), tile(1, 1, 1)
 def chain(a, b, c, ends, tall):
     """Add a @ b to c, a chain up to each of `ends` along k; columns of b and c are next to each other.
 
-    Tiles of six rows instead of four, `tall`, are faster where rows of a are next to each other or chains short.
+    `tall`: tiles have six rows, not four, which is faster where rows of a touch or chains short.
     """
     if ends.size:
         walk_tiles(
@@ -360,7 +360,8 @@ def differentiate_matrix(left, right, order, top_k, out, start, expert, first, l
     for i in range(first + 1, last + 1):
         if i == last or i - begin == BLOCK or order[i] // top_k // BLOCK != order[begin] // top_k // BLOCK:
             ends[count], count, begin = i - first, count + 1, i
-    chain(left[start : start + rows.shape[0], first:last], right[first:last], rows, ends[:count], True)
+    own = left[start : start + rows.shape[0], first:last]
+    chain(own, right[first:last], rows, ends[:count], True)
     for m in range(rows.shape[0]):
         for n in range(rows.shape[1]):
             rows[m, n] = canonical(rows[m, n])
