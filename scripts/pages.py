@@ -85,10 +85,16 @@ def _sections(contract: Contract, backend: str) -> Iterator[str]:
     relations = [(f"`{r.name}`", r.statement, ", ".join(r.regimes)) for r in contract.relations]
     yield _table(("relation", "statement", "regimes"), relations)
     bounds = [
-        (f"`accuracy_{b.quantity}`", f"{b.factor:g} times the vendor's, or {b.floor:g}", ", ".join(b.regimes))
+        (
+            f"`accuracy_{b.quantity}`",
+            f"{b.factor:g} times the vendor's, or {b.floor:g}; of a case or a row {b.gross:g} times either",
+            ", ".join(b.regimes),
+        )
         for b in contract.accuracy
     ]
-    yield _table(("accuracy", "relative error against float64, at most", "regimes"), bounds)
+    yield _table(
+        ("accuracy", "relative error against float64, at most, in the mean over rows", "regimes"), bounds
+    )
     yield _table(("refused by name", "why"), [(e.feature, e.reason) for e in contract.exclusions])
 
 

@@ -104,12 +104,16 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyBound:
-    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`."""
+    """Error to float64: over all rows at most `factor` times the vendor's; of a row or a case `gross` times.
+
+    `floor` is a relative error that is allowed anyway. `audit/accuracy.py` has the statistics.
+    """
 
     quantity: str
     factor: float
     floor: float
     regimes: tuple[Regime, ...]
+    gross: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
