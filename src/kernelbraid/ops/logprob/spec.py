@@ -203,10 +203,10 @@ CONTRACT = Contract(
     relations=relations(gradients=True, graph=False),
     accuracy=(
         AccuracyBound("logprob", factor=1.0, floor=2e-7, regimes=FORWARD),
-        AccuracyBound("entropy", factor=1.0, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("entropy", factor=1.25, floor=2e-7, regimes=FORWARD),
         AccuracyBound("lse", factor=1.0, floor=2e-7, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.0, floor=2e-7, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
