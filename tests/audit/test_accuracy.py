@@ -80,6 +80,13 @@ def test_an_error_in_one_row_is_rejected() -> None:
     assert found.ratio > 1 and "of this row" in found.test and found.row == 123
 
 
+def test_an_error_in_one_number_is_rejected() -> None:
+    rows, exact, vendor = drawn(width=1)
+    worst = int(np.argmax(np.abs(rows["y", 0] - exact["y", 0])))
+    assert Errors(BOUND).add(spoiled(rows, exact, 10, slice(worst, worst + 1)), exact, vendor).ratio < 1
+    assert Errors(BOUND).add(spoiled(rows, exact, 30, slice(worst, worst + 1)), exact, vendor).ratio > 1
+
+
 def test_an_error_of_some_rows_that_no_row_shows_is_rejected_by_the_norm() -> None:
     """The vendor has a bad row: ours may have as bad ones, but not many."""
     rows, exact, vendor = drawn()

@@ -186,8 +186,8 @@ CONTRACT = Contract(
         Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exp2 polynomial"),
     ),
     relations=(*TRAINED_RELATIONS, IMPLEMENTATIONS_AGREE),
-    # Measured in screens of all scopes: out, dq, dk and dv at most 1.03 times torch's error in the mean over rows,
-    # 1.15 in a case's norm. Degree 4 of exp2: 2.4 times and more in the mean, from 1.2e-6 on.
+    # Measured in screens of all scopes: out, dq, dk and dv at most 1.03 times torch's error in the mean over
+    # rows, 1.15 in a case's norm. Degree 4 of exp2: 2.4 times and more in the mean, from 1.2e-6 on.
     accuracy=(
         AccuracyBound("out", factor=1.5, floor=5e-7, regimes=FORWARD),
         AccuracyBound("lse", factor=1.5, floor=5e-7, regimes=FORWARD),

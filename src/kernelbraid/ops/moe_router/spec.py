@@ -172,7 +172,7 @@ CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=1.25, floor=2e-7, regimes=FORWARD),
-        AccuracyBound("dlogits", factor=1.25, floor=1e-6, regimes=BACKWARD),
+        AccuracyBound("dlogits", factor=1.25, floor=1e-6, regimes=BACKWARD, gross=8.0),
     ),
     canonical_nan=True,
 )
