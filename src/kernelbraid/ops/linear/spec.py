@@ -135,7 +135,7 @@ CONTRACT = Contract(
     accuracy=(
         AccuracyBound("out", factor=1.25, floor=2e-7, regimes=FORWARD),
         AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=1.0, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
         AccuracyBound("dbias", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,

@@ -202,9 +202,9 @@ CONTRACT = Contract(
     ),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("logprob", factor=1.0, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("logprob", factor=1.25, floor=2e-7, regimes=FORWARD),
         AccuracyBound("entropy", factor=1.25, floor=2e-7, regimes=FORWARD),
-        AccuracyBound("lse", factor=1.0, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("lse", factor=1.25, floor=2e-7, regimes=FORWARD),
         AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
         AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),

@@ -203,8 +203,8 @@ CONTRACT = Contract(
         AccuracyBound("out", factor=1.25, floor=2e-7, regimes=FORWARD),
         AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
         AccuracyBound("dweights", factor=1.25, floor=2e-7, regimes=BACKWARD),
-        AccuracyBound("dgate_up", factor=1.0, floor=2e-7, regimes=BACKWARD),
-        AccuracyBound("ddown", factor=1.0, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dgate_up", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("ddown", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
