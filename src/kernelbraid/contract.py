@@ -110,11 +110,12 @@ ROUNDED = 1.05
 
 @dataclass(frozen=True, slots=True)
 class AccuracyBound:
-    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`.
+    """Error to float64: over all rows at most `factor` times the vendor's; of a row or a case `gross` times.
 
-    Or, where they are given, so many `half_ulps` of the compute dtype, each the largest relative error of one
-    rounding to it; or `noise` half-ulps of float32 of the norm of another drawn tensor, `of`, which is added
-    up to what may nearly cancel.
+    `floor` is a relative error that is allowed anyway; or, where they are given, so many `half_ulps` of the
+    compute dtype, each the largest relative error of one rounding to it; or `noise` half-ulps of float32 of
+    the norm of another drawn tensor, `of`, which is added up to what may nearly cancel.
+    `audit/accuracy.py` has the statistics.
     """
 
     quantity: str
@@ -124,6 +125,7 @@ class AccuracyBound:
     half_ulps: float = 0.0
     noise: float = 0.0
     of: str = ""
+    gross: float = 4.0
 
     def least(self, dtype: str) -> float:
         """The relative error that is always allowed, where nothing cancels."""
