@@ -100,8 +100,6 @@ def _bound(bound: AccuracyBound) -> str:
         allowed.append(f"{bound.floor:g}")
     if bound.half_ulps:
         allowed.append(f"{bound.half_ulps:g} half-ulps of the compute dtype")
-    if bound.noise:
-        allowed.append(f"{bound.noise:g} half-ulps of float32 of the norm of {bound.of}")
     return f"{', or '.join(allowed)}; of a case or a row {bound.gross:g} times either"
 
 

@@ -103,7 +103,17 @@ def test_small_excesses_show_over_all_cases() -> None:
         ratios.append(errors.add(spoiled(rows, exact, 1.8, slice(None)), exact, vendor).ratio)
     assert np.median(ratios) < 1
     found = errors.together()
-    assert found.ratio > 1 and "800 rows of all cases" in found.test
+    assert found.ratio > 1 and "cases, on average" in found.test
+
+
+def test_few_bad_rows_of_every_case_show_in_the_norms_of_all() -> None:
+    """No row and no case is gross, and the mean over rows hardly moves: the norms of the cases tell."""
+    errors = Errors(BOUND)
+    for seed in range(10):
+        rows, exact, vendor = drawn(seed)
+        assert errors.add(spoiled(rows, exact, 2.5, slice(0, 80)), exact, vendor).ratio < 1
+    found = errors.together()
+    assert found.ratio > 1 and "10 cases, on average" in found.test
 
 
 def test_a_single_number_is_left_to_the_means() -> None:

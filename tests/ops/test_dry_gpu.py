@@ -72,6 +72,7 @@ def test_a_sample_fits(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", [80, 86, 90])
 @pytest.mark.parametrize("name", MOST)
 def test_everything_fits(name, architecture):

@@ -1,9 +1,10 @@
 """How far results are from float64, beside the vendor's on the same inputs.
 
-What a bound is about is the geometric mean, over rows, of our error over what is allowed for that row: of
-every case, and of all cases of a requirement together. A row that is ill-conditioned, where luck decides who
-is nearer, counts as one row there and decides no verdict. Means do not see an error that sits in few rows:
-the norm of a case and its worst row are bounded too, by a multiple of the vendor's that luck does not reach.
+What a bound is about is the geometric mean of our error over what is allowed: over the rows of every case,
+over the rows of all cases of a requirement together, and over the norms of these cases. A row that is
+ill-conditioned, where luck decides who is nearer, counts as one row there and decides no verdict. Means do
+not see an error that sits in few rows of few cases: the norm of each case and its worst row are bounded too,
+by a multiple of the vendor's that luck does not reach.
 """
 
 import math
@@ -22,7 +23,9 @@ Key = tuple[str, int]
 PIECE = 1 << 20
 """Numbers that are compared at a time."""
 STANDARD_ERRORS = 3.0
-"""A mean is above the bound where it is by so many of its standard errors: few rows prove little."""
+"""A mean is above the bound where it is by so many of its standard errors, of many rows."""
+FEW_ROWS = 40.0
+"""Of n rows by 1 + FEW_ROWS / n^2 times as many: about Student's t at the same chance."""
 LEAST = 0.25
 """No row counts as less of what is allowed: exact rows make up for little elsewhere."""
 FEW = 16
@@ -94,7 +97,8 @@ def typical(logarithms: Sequence[Floats]) -> float:
         return 0.0
     if not np.isfinite(logs).all():
         return math.inf
-    return math.exp(float(np.mean(logs) - STANDARD_ERRORS * np.std(logs, ddof=1) / math.sqrt(logs.size)))
+    errors = STANDARD_ERRORS * (1 + FEW_ROWS / logs.size**2)
+    return math.exp(float(np.mean(logs) - errors * np.std(logs, ddof=1) / math.sqrt(logs.size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class Errors:
 
     bound: AccuracyBound
     _logarithms: list[Floats] = field(default_factory=list)
+    _norms: list[Floats] = field(default_factory=list)
 
     def add(self, rows: Rows, exact: Rows, vendor: Rows, floor: float | None = None) -> Excess:
         """Take a case; return the test that found most of what it allows.
@@ -127,14 +132,12 @@ class Errors:
         bound, ours = self.bound, row_errors(rows, exact)
         floor = bound.floor if floor is None else floor
         theirs = row_errors(vendor, exact) if vendor else np.zeros(ours.size)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = ours / np.maximum(floor, bound.factor * theirs)
-        ratios[np.isnan(ratios)] = 0.0  # both infinite
-        self._logarithms.append(np.log(np.maximum(ratios, LEAST)))
-        tests = [self._mean(self._logarithms[-1:], "this case")]
+        self._logarithms.append(self._counted(ours, theirs, floor))
+        tests = [self._mean(self._logarithms[-1:], "rows of this case")]
         if sum(value.size for value in rows.values()) >= FEW:
             whole = relative_error(rows, exact), relative_error(vendor, exact) if vendor else 0.0
             tests.append(self._gross(floor, *whole, "relative error {:.3g} of this case, {:.3g} allowed"))
+            self._norms.append(self._counted(np.array(whole[:1]), np.array(whole[1:]), floor))
             row = int(np.argmax(ours))
             worst, luck = (float(ours[row]), float(np.max(theirs))), LUCK if _width(rows) < FEW else 1.0
             words = "relative error {:.3g} of this row, {:.3g} allowed"
@@ -142,13 +145,22 @@ class Errors:
         return max(tests, key=lambda test: test.ratio)
 
     def together(self) -> Excess:
-        """The mean over all rows of all cases so far."""
-        return self._mean(self._logarithms, "all cases")
+        """The mean over all rows of all cases so far, or over the norms of these cases."""
+        means = self._mean(self._logarithms, "rows of all cases"), self._mean(self._norms, "cases")
+        return max(means, key=lambda mean: mean.ratio)
+
+    def _counted(self, ours: Floats, theirs: Floats, floor: float) -> Floats:
+        """Logarithms of errors over what is allowed, as the means take them."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = ours / np.maximum(floor, self.bound.factor * theirs)
+        ratios[np.isnan(ratios)] = 0.0  # both infinite
+        return np.log(np.maximum(ratios, LEAST))
 
     def _mean(self, logarithms: Sequence[Floats], of: str) -> Excess:
-        found, rows, bound = typical(logarithms), sum(each.size for each in logarithms), self.bound
-        allowed = f"{bound.factor:g} times the vendor's or {bound.floor:g}"
-        return Excess(found, f"{rows} rows of {of}, on average {found:.3g} of the allowed error, {allowed}")
+        found, count, bound = typical(logarithms), sum(each.size for each in logarithms), self.bound
+        least = f"{bound.half_ulps:g} half-ulps" if bound.half_ulps else f"{bound.floor:g}"
+        allowed = f"{bound.factor:g} times the vendor's or {least}"
+        return Excess(found, f"{count} {of}, on average {found:.3g} of the allowed error, {allowed}")
 
     def _gross(
         self, floor: float, ours: float, theirs: float, words: str, row: int | None = None, luck: float = 1.0

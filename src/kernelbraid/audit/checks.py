@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kernelbraid.audit.accuracy import Errors
 from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import HALF_ULP, AccuracyBound, Requirement
+from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.formats import bits_type
 from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, ProblemShape, Program, Rows
@@ -342,8 +342,7 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory, errors
     ours = {key: value[0] for key, value in left.items() if key[0] == bound.quantity}
     vendor = memory.vendor(case.shape, case.seed)
     theirs = {key: vendor[key] for key in ours} if ours.keys() <= vendor.keys() else {}
-    floor = case_floor(bound, memory.problem(case.shape, case.seed), exact)
-    found = (errors or Errors(bound)).add(ours, exact, theirs, floor)
+    found = (errors or Errors(bound)).add(ours, exact, theirs, bound.least(case.shape.dtype))
     compared = sum(value.size for value in ours.values())
     assert compared, f"{case.id} compares nothing"
     if found.ratio <= 1:
@@ -353,23 +352,6 @@ def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory, errors
     place = f"{_place(key, index, case.shape)}: {found.test}"
     difference = Difference(case.id, case.seed, place, *values, None, 0)
     return Verdict(case.requirement, False, 1, compared, found.ratio, difference)
-
-
-def case_floor(bound: AccuracyBound, problem: Problem, exact: Rows) -> float:
-    """The relative error that a case may have anyway: of its dtype, and of what cancels in it."""
-    floor = bound.least(problem.shape.dtype)
-    if bound.noise:
-        wanted = [value for (quantity, _), value in exact.items() if quantity == bound.quantity]
-        norm, added = _norm(wanted), _norm([request[bound.of] for request in problem.requests])
-        if norm:
-            floor = max(floor, bound.noise * HALF_ULP["float32"] * added / norm)
-    return floor
-
-
-def _norm(arrays: Sequence[Array]) -> float:
-    """The root of the sum of squares of all finite numbers."""
-    numbers = (np.asarray(array, np.float64) for array in arrays)
-    return math.sqrt(sum(float(np.sum(array[np.isfinite(array)] ** 2)) for array in numbers))
 
 
 def _bound(operator: Operator, name: str) -> AccuracyBound:

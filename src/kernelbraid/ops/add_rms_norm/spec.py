@@ -1,7 +1,6 @@
 """The residual add and RMS norm: contracts, workloads and costs. README.md derives the orders."""
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Contract,
     Cost,
@@ -124,9 +123,9 @@ CUDA_CONTRACT = Contract(
     knobs=(Knob("token_block", (16, 32, 64), 16, "tokens of a partial sum of dweight"),),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
-        AccuracyBound("residual_out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
-        AccuracyBound("dx", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=0.64),
+        AccuracyBound("residual_out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=0.64),
+        AccuracyBound("dx", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
         AccuracyBound("dweight", factor=1.0, floor=1e-5, regimes=BACKWARD),
     ),
     canonical_nan=True,

@@ -4,7 +4,6 @@ from functools import partial
 from typing import NamedTuple
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -170,8 +169,8 @@ CUDA_CONTRACT = Contract(
     knobs=KNOBS,
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=2.0, floor=0.0, regimes=FORWARD, half_ulps=ROUNDED),
-        AccuracyBound("dx", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=0.64),
+        AccuracyBound("dx", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
         AccuracyBound("dweight", factor=1.0, floor=2e-5, regimes=BACKWARD),
         AccuracyBound("dbias", factor=1.0, floor=2e-5, regimes=BACKWARD),
     ),

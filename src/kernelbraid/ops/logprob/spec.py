@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -270,8 +269,8 @@ CUDA_CONTRACT = Contract(
         AccuracyBound("logprob", factor=1.0, floor=2e-5, regimes=FORWARD),
         AccuracyBound("entropy", factor=1.0, floor=2e-5, regimes=FORWARD),
         AccuracyBound("lse", factor=1.0, floor=2e-5, regimes=FORWARD),
-        AccuracyBound("dx", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
-        AccuracyBound("dweight", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
+        AccuracyBound("dx", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=1.02),
+        AccuracyBound("dweight", factor=1.5, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
     ),
     canonical_nan=True,
 )

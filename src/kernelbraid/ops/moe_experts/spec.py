@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -263,11 +262,11 @@ CUDA_CONTRACT = Contract(
     ),
     relations=relations(gradients=True, graph=True),
     accuracy=(
-        AccuracyBound("out", factor=2.0, floor=0.0, regimes=FORWARD, half_ulps=2 * ROUNDED),
-        AccuracyBound("dx", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
-        AccuracyBound("dweights", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
-        AccuracyBound("dgate_up", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED),
-        AccuracyBound("ddown", factor=2.0, floor=0.0, regimes=BACKWARD, half_ulps=2 * ROUNDED),
+        AccuracyBound("out", factor=1.0, floor=0.0, regimes=FORWARD, half_ulps=1.28),
+        AccuracyBound("dx", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=1.28),
+        AccuracyBound("dweights", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
+        AccuracyBound("dgate_up", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
+        AccuracyBound("ddown", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=1.28),
     ),
     canonical_nan=True,
 )

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -173,9 +172,7 @@ CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=1.25, floor=2e-7, regimes=FORWARD),
-        AccuracyBound(
-            "dlogits", factor=1.25, floor=1e-6, regimes=BACKWARD, noise=4.0, of="dweights", gross=8.0
-        ),
+        AccuracyBound("dlogits", factor=1.25, floor=1e-6, regimes=BACKWARD, gross=6.0),
     ),
     canonical_nan=True,
 )
@@ -213,9 +210,7 @@ CUDA_CONTRACT = Contract(
     ),
     accuracy=(
         AccuracyBound("weights", factor=4.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound(
-            "dlogits", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=ROUNDED, noise=4.0, of="dweights"
-        ),
+        AccuracyBound("dlogits", factor=1.0, floor=0.0, regimes=BACKWARD, half_ulps=0.64),
     ),
     canonical_nan=True,
 )

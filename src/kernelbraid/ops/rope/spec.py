@@ -1,7 +1,6 @@
 """The rotary embedding's contracts, workloads and costs. README.md draws the steps; this file states them."""
 
 from kernelbraid.contract import (
-    ROUNDED,
     AccuracyBound,
     Axis,
     Contract,
@@ -152,7 +151,7 @@ CUDA_CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(),
     relations=_relations(graph=True),
-    accuracy=_accuracy(1.0, 0.0, ROUNDED),
+    accuracy=_accuracy(1.0, 0.0, 0.64),
     canonical_nan=True,
 )
 
