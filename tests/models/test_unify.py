@@ -1,4 +1,4 @@
-"""Unified transformers models: padded, packed, alone and generating, the bits of the Decoder; what breaks it."""
+"""Unified transformers models: padded, packed, alone and generating, the bits of the Decoder."""
 
 import copy
 import inspect
@@ -11,12 +11,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.models.test_load import made
 from tests.models.unified import (  # noqa: E402
     NAMES,
     call,
     decoded_logits,
-    decoder_of,
-    made,
     packed,
     packed_logits,
     padded,
@@ -27,7 +26,7 @@ from tests.models.unified import (  # noqa: E402
 )
 
 from kernelbraid.models import forwards  # noqa: E402
-from kernelbraid.models.shared import packed_logprobs  # noqa: E402
+from kernelbraid.models.shared import decoder_of, packed_logprobs  # noqa: E402
 from kernelbraid.models.unify import report, restore  # noqa: E402
 
 
@@ -211,10 +210,10 @@ def test_a_module_that_is_left_is_listed_and_nothing_is_claimed() -> None:
     found = quietly(model)
     assert not found.complete
     assert dict(found.left) == {
-        "model.layers.1.post_attention_layernorm": "a OwnNorm, not transformers' Qwen3RMSNorm"
+        "model.layers.1.post_attention_layernorm": "OwnNorm, not transformers' Qwen3RMSNorm"
     }
     parts = sequences((40,))
-    message = "1 modules are not unified, so bits may differ: model.layers.1.post_attention_layernorm: a OwnNorm"
+    message = r"not unified, so that bits may differ: model\.layers\.1\.post_attention_layernorm \(OwnNorm"
     for refused in (
         lambda: decoder_of(model),
         lambda: packed_logprobs(model, parts[0], torch.tensor([0, 40], dtype=torch.int32), parts[0]),
@@ -232,7 +231,7 @@ def test_other_modules_that_stay_are_listed() -> None:
     model.value_head = torch.nn.Linear(256, 1)
     model.model.layers[0].mlp.down_proj.forward = lambda x: x
     assert dict(quietly(model).left) == {
-        "value_head": "a Linear at a place that the family does not have",
+        "value_head": "Linear at a place that the family does not have",
         "model.layers.0.mlp.down_proj": "its forward was replaced by something else",
     }
 
@@ -245,7 +244,7 @@ def test_attention_is_unified_as_a_whole_or_not_at_all() -> None:
     model.model.layers[0].self_attn.__class__ = type("Own", (kind,), {})
     wanted = call(model, ids, attention_mask=mask).logits
     found = quietly(model)
-    assert found.left["model.layers.0.self_attn"] == "a Own, not transformers' LlamaAttention"
+    assert found.left["model.layers.0.self_attn"] == "Own, not transformers' LlamaAttention"
     reason = "attention is unified as a whole, and model.layers.0.self_attn cannot be"
     for name in ("model", "model.rotary_emb", "model.layers.1.self_attn", "model.layers.0.self_attn.o_proj"):
         assert found.left[name] == reason

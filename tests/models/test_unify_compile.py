@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models.unified import packed, padded, same, sequences, unified  # noqa: E402
+from tests.models.unified import packed, padded, same, sequences, unified
 
-from kernelbraid.models.shared import packed_logprobs  # noqa: E402
+from kernelbraid.models.shared import packed_logprobs
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.models.unified import call, made, padded, quietly, sequences, unified  # noqa: E402
+from tests.models.test_load import made
+from tests.models.unified import call, padded, quietly, sequences, unified  # noqa: E402
 
 from kernelbraid.audit import certificates  # noqa: E402
 from kernelbraid.models import unify as unification  # noqa: E402
@@ -29,7 +30,11 @@ PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0
         ("llama", {"mlp_bias": True}, "mlp_bias is not covered"),
         ("llama", {"rope_parameters": YARN}, "rope_type must be default or llama3, got 'yarn'"),
         ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor is not covered"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "sliding-window",
+        ),
         ("qwen3", {"head_dim": 32}, r"head_dim must be one of \(64, 128\), got 32"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act must be silu"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "every layer must be sparse"),
@@ -46,7 +51,9 @@ def test_an_option_set_after_loading_is_seen_in_the_modules() -> None:
     for option, value in (("attention_dropout", 0.2), ("sliding_window", 64)):
         model = made("qwen3")
         setattr(model.model.layers[1].self_attn, option, value)
-        with pytest.raises(ValueError, match=rf"model\.layers\.1\.self_attn\.{option}={value} is not covered"):
+        with pytest.raises(
+            ValueError, match=rf"model\.layers\.1\.self_attn\.{option}={value} is not covered"
+        ):
             unify(model)
     model = made("llama")
     model.config.is_causal = False
@@ -55,7 +62,9 @@ def test_an_option_set_after_loading_is_seen_in_the_modules() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="model_type must be one of llama, qwen2, qwen3, qwen3_moe, got None"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of llama, qwen2, qwen3, qwen3_moe, got None"
+    ):
         unify(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="model must be a LlamaForCausalLM, got LlamaModel: pass the model"):
         unify(made("llama").model)
@@ -104,7 +113,9 @@ def test_peft_itself_is_refused() -> None:
 
 def test_other_dtypes_and_devices_are_refused() -> None:
     model = made("llama").to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"weight is bfloat16, parameters must be one of float32 throughout on cpu"):
+    with pytest.raises(
+        ValueError, match=r"weight is bfloat16, parameters must be one of float32 throughout on cpu"
+    ):
         unify(model)
     model = made("llama")
     model.model.norm.to(torch.float64)
@@ -139,7 +150,10 @@ def test_the_installed_version_was_tested() -> None:
     [
         ({"output_attentions": True}, "output_attentions=True is not covered by unified attention"),
         ({"is_causal": False}, "is_causal=False is not covered by unified attention"),
-        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask must be .* prepared masks are not covered"),
+        (
+            {"attention_mask": torch.ones(2, 1, 9, 9)},
+            "attention_mask must be .* prepared masks are not covered",
+        ),
         ({"attention_mask": torch.ones(2, 8)}, r"attention_mask must be \[2, 9\].*got \[2, 8\]"),
         ({"position_ids": torch.arange(1, 10)[None]}, "position_ids must count from 0 in every sequence"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q is for one row of packed sequences"),
@@ -166,7 +180,9 @@ def test_other_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="static")
     static = transformers.StaticCache(config=model.config, max_cache_len=16)
-    with pytest.raises(ValueError, match="cache is a StaticCache of StaticLayer, which unified attention does not"):
+    with pytest.raises(
+        ValueError, match="cache is a StaticCache of StaticLayer, which unified attention does not"
+    ):
         call(model.model, ids, None, None, past_key_values=static)
 
 

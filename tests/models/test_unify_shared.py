@@ -5,10 +5,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.models.unified import (  # noqa: E402
+from tests.models.test_load import made
+from tests.models.unified import (
     NAMES,
-    decoder_of,
-    made,
     packed,
     packed_logits,
     quietly,
@@ -17,12 +16,12 @@ from tests.models.unified import (  # noqa: E402
     unified,
 )
 
-from kernelbraid.models.config import from_hugging_face  # noqa: E402
-from kernelbraid.models.load import from_state  # noqa: E402
-from kernelbraid.models.model import Decoder  # noqa: E402
-from kernelbraid.models.relations import generate, roll_out  # noqa: E402
-from kernelbraid.models.shared import packed_logprobs, parts_of, refresh, shares  # noqa: E402
-from kernelbraid.models.unify import restore  # noqa: E402
+from kernelbraid.models.config import from_hugging_face
+from kernelbraid.models.load import from_state
+from kernelbraid.models.model import Decoder
+from kernelbraid.models.relations import generate, roll_out
+from kernelbraid.models.shared import decoder_of, packed_logprobs, parts_of, refresh, shares
+from kernelbraid.models.unify import restore
 
 
 def gradients(model, ids, offsets, labels, **options) -> dict[str, torch.Tensor]:
@@ -33,7 +32,7 @@ def gradients(model, ids, offsets, labels, **options) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_update_scores_what_rollout_recorded(name: str) -> None:
-    """Tokens drawn through the paged cache of the shared Decoder, at two temperatures, and given sequences."""
+    """Tokens drawn through the paged cache of the Decoder, at two temperatures, and given sequences."""
     model = unified(name)
     decoder = decoder_of(model)
     for temperature in (1.0, 0.7):
@@ -224,9 +223,9 @@ def test_memory_with_other_owners_stays_where_it_is() -> None:
 def test_wrong_shapes_and_lengths_are_refused() -> None:
     model = unified("llama")
     ids, offsets, _ = packed(sequences((9,)))
-    with pytest.raises(ValueError, match=r"input_ids and labels must be \[tokens\], packed"):
-        packed_logprobs(model, ids[None], offsets, ids)
-    with pytest.raises(ValueError, match=r"input_ids and labels must be \[tokens\], packed"):
+    with pytest.raises(ValueError, match=r"input_ids must be \[tokens\], packed, got \[1, 9\]"):
+        packed_logprobs(model, ids[None], offsets, ids[None])
+    with pytest.raises(ValueError, match=r"labels must have the shape of input_ids, \[9\], got \[8\]"):
         packed_logprobs(model, ids, offsets, ids[1:])
     quietly(model, positions=8)
     with pytest.raises(ValueError, match="a sequence has 9 tokens, and positions cover 8"):

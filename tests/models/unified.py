@@ -8,7 +8,7 @@ import torch
 from tests.models.test_load import made
 
 from kernelbraid.models.relations import roll_out
-from kernelbraid.models.shared import ModelDecoder, decoder_of
+from kernelbraid.models.shared import ModelDecoder
 from kernelbraid.models.unify import Unification, unify
 
 NAMES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_moe")
@@ -29,7 +29,9 @@ def unified(name: str, **changes: object) -> Any:
     return model
 
 
-def sequences(lengths: Sequence[int] = LENGTHS, seed: int = 1, low: int = 0, high: int = 200) -> list[torch.Tensor]:
+def sequences(
+    lengths: Sequence[int] = LENGTHS, seed: int = 1, low: int = 0, high: int = 200
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(low, high, (n,), generator=generator) for n in lengths]
 
@@ -81,6 +83,3 @@ def decoded_logits(decoder: ModelDecoder, parts: Sequence[torch.Tensor]) -> torc
 def call(model: Any, *arguments: Any, **options: Any) -> Any:
     with torch.no_grad():
         return model(*arguments, **options)
-
-
-__all__ = ["decoder_of", "made"]

@@ -1,11 +1,10 @@
-"""Which modules of a transformers model unified operators replace, and which models they refuse, with reasons."""
+"""Which modules of a transformers model unified operators replace, and which models they refuse, and why."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kernelbraid import ops
@@ -20,7 +19,7 @@ PREFIXES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module that a family has, and what computes it; None: transformers' own code, which only passes on."""
+    """A module that a family has, and what computes it; None: transformers' own code, which passes on."""
 
     kind: type[nn.Module]
     forward: Callable[..., Any] | None
@@ -109,7 +108,7 @@ def _silu() -> nn.Module:
 
 
 def left_of(model: nn.Module, known: Mapping[str, Place]) -> dict[str, str]:
-    """Modules that cannot be unified, and why, by name. What is unified already is as good as what will be."""
+    """Modules that cannot be unified, and why, by name; what is unified already can."""
     present = dict(model.named_modules(remove_duplicate=False))
     left = {name: "is missing" for name in known if name not in present}
     for name, module in present.items():
@@ -128,9 +127,9 @@ def _reason(module: nn.Module, place: Place | None) -> str:
     """Why a module cannot be unified; empty where it can."""
     kind = type(module)
     if place is None:
-        return f"a {kind.__name__} at a place that the family does not have"
+        return f"{kind.__name__} at a place that the family does not have"
     if kind is not place.kind:
-        return f"a {kind.__name__}, not transformers' {place.kind.__name__}"
+        return f"{kind.__name__}, not transformers' {place.kind.__name__}"
     if "forward" in module.__dict__ and not forwards.is_ours(module):
         return "its forward was replaced by something else"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
@@ -150,7 +149,7 @@ def refuse(model: Any) -> ModelConfig:
                 f"quantization_config states {method} weights, which are not covered: load the model without"
             )
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError("the model has PEFT adapters (LoRA), which are not covered: delete_adapter them, or merge")
+        raise ValueError("the model has PEFT adapters (LoRA), which are not covered: delete or merge them")
     sizes = from_hugging_face(config)
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(
@@ -168,8 +167,8 @@ def refuse(model: Any) -> ModelConfig:
             raise ValueError(f"{name} is a PEFT adapter (LoRA), which is not covered: merge it first")
     _refuse_parameters(model)
     backend = next(model.parameters()).device.type
-    for axis, size in (("query_heads", sizes.query_heads), ("kv_heads", sizes.kv_heads), ("head_dim", sizes.head_dim)):
-        ops.get("attention", backend).contract.axis(axis).check(size)
+    for axis in ("query_heads", "kv_heads", "head_dim"):
+        ops.get("attention", backend).contract.axis(axis).check(getattr(sizes, axis))
     return sizes
 
 
@@ -183,8 +182,8 @@ def _refuse_parameters(model: nn.Module) -> None:
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or not isinstance(parameter.data, Tensor):
             raise ValueError(
-                f"{name} is a {type(parameter).__name__}, which is not covered: unify plain parameters, before "
-                "they are sharded or quantised"
+                f"{name} is a {type(parameter).__name__}, which is not covered: unify plain parameters, "
+                "before they are sharded or quantised"
             )
         dtype = str(parameter.dtype).removeprefix("torch.")
         if dtype not in admitted or parameter.dtype != first.dtype:
@@ -204,8 +203,3 @@ def joint(model: Any) -> Iterator[tuple[str, list[Tensor]]]:
             yield f"layers.{i}.qkv_bias", [each.bias for each in heads]
         if hasattr(mlp, "gate_proj"):
             yield f"layers.{i}.gate_up", [mlp.gate_proj.weight, mlp.up_proj.weight]
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's parameters."""
-    return next(model.parameters()).dtype

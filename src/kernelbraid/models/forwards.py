@@ -1,7 +1,8 @@
 """What the modules of a unified model compute: a function for each class, whose first argument is the module.
 
-They are set as the module's own `forward`, so that hooks, gradient checkpointing and the state dict stay those
-of transformers. Projections of the same rows (q, k, v; gate, up) are one product, whose gradient is one sum.
+They are set as the module's own `forward`, so that hooks, gradient checkpointing and the state dict stay
+those of transformers. Projections of the same rows (q, k, v; gate, up) are one product, whose gradient is
+one sum.
 """
 
 from functools import partial
@@ -117,7 +118,7 @@ def attend(
     rows = where.unpadded(hidden_states)
     joint = linear(rows, join(weights), join(biases) if biases else None)
     widths = [len(weight) for weight in weights]
-    q, k, v = (part.view(len(rows), -1, module.head_dim) for part in joint.split(widths, dim=1))
+    q, k, v = (part.view(len(rows), -1, module.head_dim) for part in torch.split(joint, widths, dim=1))
     if norms:
         eps = module.q_norm.variance_epsilon
         q, k = qk_norm(q, k, *norms, eps=eps)
@@ -148,6 +149,8 @@ def _attended(module: Any, where: Layout, options: dict[str, Any], q: Tensor, k:
                 max_seqlen_q=where.max_seqlen,
                 max_seqlen_k=pages.longest,
             )
+    elif where.pages is not None:
+        raise ValueError("gradient checkpointing leaves the cache out: pass whole sequences, use_cache=False")
     return attention(q, k, v, cu_seqlens=where.cu_seqlens, max_seqlen=where.max_seqlen)
 
 
@@ -204,7 +207,9 @@ def backbone(
     covered = len(module.rotary_emb.__dict__[TABLES].cos)
     longest = where.max_seqlen if where.pages is None else where.pages.longest
     if longest > covered:
-        raise ValueError(f"a request has {longest} tokens, and positions cover {covered}: unify(positions=...)")
+        raise ValueError(
+            f"a request has {longest} tokens, and positions cover {covered}: unify(model, positions=...)"
+        )
     # A mask of four dimensions is taken as a prepared one: transformers hands it on and builds none.
     prepared = torch.empty((0, 0, 0, 0), device=device)
     options[LAYOUT] = where

@@ -1,9 +1,9 @@
 """Projections that read the same rows as one matrix, over parameters that keep their names and shapes.
 
-Parameters that lie one after the other in one storage are one matrix already: `lay_adjacent` puts them there,
-in place, and `join` returns that matrix without a copy. Parameters that lie apart, because they were moved or
-replaced since, are copied together by every call. Both give the same bits, values and gradients alike: whether
-memory is shared is never a numeric choice.
+Parameters that lie one after the other in one storage are one matrix already: `lay_adjacent` puts them
+there, in place, and `join` returns that matrix without a copy. Parameters that lie apart, because they were
+moved or replaced since, are copied together by every call. Both give the same bits, values and gradients
+alike: whether memory is shared is never a numeric choice.
 """
 
 from collections.abc import Sequence
@@ -48,11 +48,16 @@ def lay_adjacent(parts: Sequence[Tensor]) -> None:
         return
     for part in parts:
         whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-        if not whole or (part.is_cpu and part.is_shared()):
+        if not whole or _other_processes(part):
             return
     matrix = torch.cat([part.detach() for part in parts])
-    for part, place in zip(parts, matrix.split([len(part) for part in parts]), strict=True):
+    for part, place in zip(parts, torch.split(matrix, [len(part) for part in parts]), strict=True):
         part.data = place
+
+
+def _other_processes(part: Tensor) -> bool:
+    """Whether other processes may see a tensor's memory."""
+    return part.is_cpu and bool(part.untyped_storage().is_shared())
 
 
 def lay_apart(parts: Sequence[Tensor]) -> None:
@@ -92,7 +97,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        pieces = gradient.split([len(part) for part in ctx.saved_tensors])
+        pieces = torch.split(gradient, [len(part) for part in ctx.saved_tensors])
         return tuple(
             piece if needed else None for piece, needed in zip(pieces, ctx.needs_input_grad, strict=True)
         )

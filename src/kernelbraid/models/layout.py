@@ -1,8 +1,8 @@
 """Where the tokens of a padded or packed batch are: what unified attention needs, worked out once a forward.
 
-Attention's order starts at a request's first real token. A batch with an attention mask is therefore unpadded:
-rows of real tokens only, one request after the other, positions counted from the mask. A cache of transformers
-is read as pages, slots of padding left out.
+Attention's order starts at a request's first real token. A batch with an attention mask is therefore
+unpadded: rows of real tokens only, one request after the other, positions counted from the mask. A cache of
+transformers is read as pages, slots of padding left out.
 """
 
 from dataclasses import dataclass
@@ -99,18 +99,21 @@ def layout(
         ValueError: an argument does not fit the others; the message names it.
     """
     batch, length = shape
+    if positions is not None and positions.shape not in ((batch, length), (1, length)):
+        raise ValueError(f"position_ids must be [{batch}, {length}], got {list(positions.shape)}")
     if cu_seqlens is not None:
         if batch != 1 or not alone or mask is not None:
             raise ValueError(
-                "cu_seq_lens_q is for one row of packed sequences, without attention_mask and without a cache: "
-                "pass use_cache=False"
+                "cu_seq_lens_q is for one row of packed sequences, without attention_mask and cache"
             )
         return packed(cu_seqlens, length, max_seqlen, positions)
     if mask is None:
         if positions is None or not alone:
             return _whole(batch, length, past, device, positions)
-        return _counted(batch, length, positions)
-    return _masked(batch, length, mask, past, positions)
+        counted: Layout = _counted(batch, length, positions)
+        return counted
+    masked: Layout = _masked(batch, length, mask, past, positions)
+    return masked
 
 
 def packed(cu_seqlens: Tensor, tokens: int, max_seqlen: int | None, positions: Tensor | None) -> Layout:
@@ -141,12 +144,10 @@ def _whole(batch: int, length: int, past: int, device: torch.device, positions: 
     return Layout(batch, length, None, new.repeat(batch), offsets, length, pages)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _counted(batch: int, length: int, positions: Tensor) -> Layout:
     """Rows whose positions count from 0 once or several times."""
     rows = positions.expand(batch, -1)
-    if rows.shape != (batch, length):
-        raise ValueError(f"position_ids must be [{batch}, {length}], got {list(positions.shape)}")
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
     if bool((rows[begins] != 0).any()):
@@ -160,13 +161,13 @@ def _counted(batch: int, length: int, positions: Tensor) -> Layout:
     return Layout(batch, length, None, rows.reshape(-1).int(), offsets, longest)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _masked(batch: int, length: int, mask: Tensor, past: int, positions: Tensor | None) -> Layout:
     """Rows with padding, wherever it is."""
     if mask.shape != (batch, past + length):
         raise ValueError(
-            f"attention_mask must be [{batch}, {past + length}], a place for every slot of the cache and every "
-            f"new token, got {list(mask.shape)}"
+            f"attention_mask must be [{batch}, {past + length}], a place for every slot of the cache and "
+            f"every new token, got {list(mask.shape)}"
         )
     slots = mask != 0
     if bool(slots.all()):
@@ -177,7 +178,7 @@ def _masked(batch: int, length: int, mask: Tensor, past: int, positions: Tensor 
     counted = (counts[:, past:] - 1).reshape(-1)[real]
     if positions is not None:
         stated = positions.to(mask.device).expand(batch, -1).reshape(-1)
-        if len(stated) != batch * length or not torch.equal(stated[real].int(), counted):
+        if not torch.equal(stated[real].int(), counted):
             raise ValueError(
                 "position_ids differ from those that attention_mask gives, which count real tokens: leave "
                 "position_ids out"
@@ -211,7 +212,7 @@ def cached_tokens(cache: Any) -> int:
     kinds = {type(each).__name__ for each in layers} if layers is not None else {type(cache).__name__}
     if layers is None or not kinds <= {"DynamicLayer"}:
         raise ValueError(
-            f"cache is a {type(cache).__name__} of {', '.join(sorted(kinds))}, which unified attention does not "
-            "read: pass a DynamicCache, without cache_implementation"
+            f"cache is a {type(cache).__name__} of {', '.join(sorted(kinds))}, which unified attention does "
+            "not read: pass a DynamicCache, without cache_implementation"
         )
     return int(cache.get_seq_length())

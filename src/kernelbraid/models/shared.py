@@ -1,10 +1,10 @@
-"""A transformers model's parameters as the weights of a Decoder: the packed update, and rollout without a copy.
+"""A transformers model's parameters as the weights of a Decoder: packed update, and rollout without a copy.
 
-Storage. `unify` lays q, k and v (and gate and up) of a layer one after the other in one storage; q_proj.weight and
-the others are views of it, under their old names. So the joined matrix that the Decoder multiplies with *is*
-the memory that the optimizer writes: no second copy of the weights, and a step in place is seen at once.
-Where parameters lie apart (moved to another device or dtype since, replaced by load_state_dict(assign=True)),
-the Decoder has static buffers instead, which `refresh` fills in place.
+Storage: `unify` lays q, k and v (and gate and up) of a layer one after the other in one storage;
+q_proj.weight and the others are views of it, under their old names. So the joined matrix that the Decoder
+multiplies with *is* the memory that the optimizer writes: no second copy of the weights, and a step in place is
+seen at once. Where parameters lie apart (moved to another device or dtype since, replaced by
+load_state_dict(assign=True)), the Decoder has static buffers instead, which `refresh` fills in place.
 """
 
 from dataclasses import dataclass, field
@@ -33,49 +33,38 @@ from kernelbraid.ops.add_rms_norm.api import add_rms_norm
 from kernelbraid.ops.logprob.api import logprob
 
 
-def packed_logprobs(
-    model: Any,
-    input_ids: Tensor,
-    cu_seqlens: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    max_seqlen: int | None = None,
+def packed_hidden(
+    model: Any, input_ids: Tensor, cu_seqlens: Tensor, *, max_seqlen: int | None = None
 ) -> Tensor:
-    """Log-probability of each packed token's label, differentiable, without logits in memory: the update.
+    """Last hidden states, normed, of packed sequences: the update of a unified model, differentiable.
 
-    The computation is the Decoder's own, over the model's parameters: forward functions and hooks of modules do
-    not run. Layers with gradient checkpointing, in training, are computed again in backward.
+    The computation is the Decoder's own, over the model's parameters: forward functions and hooks of modules
+    do not run. Layers with gradient checkpointing, in training, are computed again in backward.
 
     Args:
         model: a model that `unify` covers as a whole.
         input_ids: [T] int32 or int64, sequences one after the other.
         cu_seqlens: [sequences + 1] int32, from 0 to T.
-        labels: [T] int32 or int64, such as the token after each; -100: does not count, gives 0.
-        temperature: as in `logprob`.
         max_seqlen: at least the longest sequence; without it, cu_seqlens is read, which waits for a GPU.
 
     Returns:
-        [T] float32.
+        [T, hidden] in the dtype of the model.
 
     Raises:
         ValueError: a module of the model is not unified, or an argument lies outside a contract.
 
-    Bits: those of `Decoder.hidden` and `Decoder.logprobs`, so those that rollout recorded for equal weights;
-        gradients of a sequence's tokens, and of all parameters, do not depend on threads or on a rerun.
+    Bits: those of `Decoder.hidden` and of rollout, and the gradients those of `Decoder.hidden`.
     """
     require_complete(model)
-    if input_ids.dim() != 1 or labels.shape != input_ids.shape:
-        raise ValueError(
-            f"input_ids and labels must be [tokens], packed, got {list(input_ids.shape)} and "
-            f"{list(labels.shape)}"
-        )
+    if input_ids.dim() != 1:
+        raise ValueError(f"input_ids must be [tokens], packed, got {list(input_ids.shape)}")
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     tables: RopeTables = model.model.rotary_emb.__dict__[forwards.TABLES]
-    if max_seqlen > len(tables.cos):
+    covered = len(tables.cos)
+    if max_seqlen > covered:
         raise ValueError(
-            f"a sequence has {max_seqlen} tokens, and positions cover {len(tables.cos)}: unify(positions=...)"
+            f"a sequence has {max_seqlen} tokens, and positions cover {covered}: unify(model, positions=...)"
         )
     config = from_hugging_face(model.config)
     batch = Packed(packed_positions(cu_seqlens, len(input_ids)), cu_seqlens, max_seqlen)
@@ -87,13 +76,46 @@ def packed_logprobs(
             x, residual = checkpoint(step, x, residual, use_reentrant=False, preserve_rng_state=False)
         else:
             x, residual = step(x, residual)
+    assert residual is not None
     hidden, _ = add_rms_norm(x, residual, weights.norm, eps=config.eps)
-    found = logprob(hidden, weights.head, labels, temperature=temperature)
+    return hidden
+
+
+def packed_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Log-probability of each packed token's label, differentiable, without logits in memory.
+
+    Args:
+        model, input_ids, cu_seqlens, max_seqlen: as in `packed_hidden`.
+        labels: [T] int32 or int64, such as the token after each; -100: does not count, gives 0.
+        temperature: as in `logprob`.
+
+    Returns:
+        [T] float32.
+
+    Raises:
+        ValueError: as `packed_hidden`.
+
+    Bits: those of `Decoder.logprobs`, so those that rollout recorded under equal weights.
+    """
+    if labels.shape != input_ids.shape:
+        raise ValueError(
+            f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
+        )
+    hidden = packed_hidden(model, input_ids, cu_seqlens, max_seqlen=max_seqlen)
+    found = logprob(hidden, model.lm_head.weight, labels, temperature=temperature)
     assert isinstance(found, Tensor)
     return found
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def require_complete(model: Any) -> None:
     """Raise ValueError, naming what is left, unless a model is unified as a whole."""
     report(model).require()
@@ -169,9 +191,9 @@ class Refreshed:
 def decoder_of(model: Any) -> ModelDecoder:
     """A Decoder over a model's weights, for rollout.
 
-    Its tensors are the parameters' own memory, where those of each group are adjacent, as `unify` leaves them: then
-    an optimizer's step in place is seen at once, and a token drawn after it comes from the new weights.
-    Otherwise they are copies, which `refresh` writes. Nothing of it requires gradients.
+    Its tensors are the parameters' own memory, where those of each group are adjacent, as `unify` leaves
+    them: then an optimizer's step in place is seen at once, and a token drawn after it comes from the new
+    weights. Otherwise they are copies, which `refresh` writes. Nothing of it requires gradients.
 
     Raises:
         ValueError: a module of the model is not unified.
@@ -183,7 +205,6 @@ def decoder_of(model: Any) -> ModelDecoder:
     return ModelDecoder(from_hugging_face(model.config), _arranged(tensors), len(tables.cos))
 
 
-@torch.no_grad()
 def refresh(decoder: ModelDecoder, model: Any, version: int) -> Refreshed:
     """Bring a Decoder's weights to a model's, in place: addresses stay, so captured graphs stay valid.
 
@@ -210,14 +231,14 @@ def refresh(decoder: ModelDecoder, model: Any, version: int) -> Refreshed:
                 f"{name} is {list(held[name].shape)} {held[name].dtype} in the decoder, and {list(shape)} "
                 f"{parts[0].dtype} in the model"
             )
-    copied = 0
-    for name, parts in sources.items():
-        if not shares(held[name], parts):
-            copied += 1
-            for place, part in zip(held[name].split([len(part) for part in parts]), parts, strict=True):
+    apart = [name for name, parts in sources.items() if not shares(held[name], parts)]
+    with torch.no_grad():
+        for name in apart:
+            parts = sources[name]
+            for place, part in zip(torch.split(held[name], [*map(len, parts)]), parts, strict=True):
                 place.copy_(part)
     object.__setattr__(decoder, "version", version)
-    return Refreshed(version, len(held) - copied, copied)
+    return Refreshed(version, len(held) - len(apart), len(apart))
 
 
 def shares(tensor: Tensor, parts: list[Tensor]) -> bool:
@@ -225,4 +246,5 @@ def shares(tensor: Tensor, parts: list[Tensor]) -> bool:
     if not adjacent(parts):
         return False
     whole = alias(parts) if len(parts) > 1 else parts[0]
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (whole.data_ptr(), whole.shape, whole.stride())
+    same = tensor.shape == whole.shape and tensor.stride() == whole.stride()
+    return same and tensor.data_ptr() == whole.data_ptr()

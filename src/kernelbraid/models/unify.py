@@ -1,7 +1,7 @@
 """A transformers model on unified operators, in place: the same parameters, the bits of the Decoder.
 
     found = unify(model)        # forward of every module, state dict as before
-    found.complete              # whether nothing is left that computes in another way; found.left says what is
+    found.complete              # whether nothing is left that computes in another way; found.left names it
     restore(model)
 
 Families and versions: Llama, Qwen2, Qwen3 and Qwen3-MoE of transformers 5 (`coverage.TESTED_TRANSFORMERS`).
@@ -44,22 +44,23 @@ class Unification:
         if not self.unified:
             raise ValueError("the model is not unified: call unify(model) first")
         if self.left:
-            some = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(self.left.items())[:4])
-            more = f"; and {len(self.left) - 4} more" if len(self.left) > 4 else ""
-            raise ValueError(f"{len(self.left)} modules are not unified, so bits may differ: {some}{more}")
+            named = [f"{name or 'the model'} ({reason})" for name, reason in self.left.items()]
+            more = [f"{len(named) - 4} more"] if len(named) > 4 else []
+            raise ValueError(f"not unified, so that bits may differ: {', '.join([*named[:4], *more])}")
 
 
 def unify(model: Any, *, require_certificate: bool = False, positions: int | None = None) -> Unification:
     """Put a transformers model on unified operators, in place.
 
-    Forward functions are replaced module by module: norms, rotary embedding, attention, feed-forward or router
-    and experts, linear layers, embedding, head. Parameters stay the same objects with the same names and
-    values; q, k and v, and gate and up, are laid one after the other in memory, so that each group is one
-    matrix. Hooks, gradient checkpointing, `generate`, saving and loading work as before. Logits are float32.
+    Forward functions are replaced module by module: norms, rotary embedding, attention, feed-forward or
+    router and experts, linear layers, embedding, head. Parameters stay the same objects with the same names
+    and values; q, k and v, and gate and up, are laid one after the other in memory, so that each group is one
+    matrix (called again, also those that were moved or replaced since). Hooks, gradient checkpointing,
+    `generate`, saving and loading work as before. Logits are float32.
 
     Args:
-        model: a causal language model: Llama, Qwen2, Qwen3 or Qwen3-MoE of transformers 5; float32 on the CPU,
-            bfloat16 or float16 on a GPU, on one device.
+        model: a causal language model: Llama, Qwen2, Qwen3 or Qwen3-MoE of transformers 5; float32 on the
+            CPU, bfloat16 or float16 on a GPU, on one device.
         require_certificate: refuse unless this machine holds certificates of all operators in use. Without,
             missing ones are warned of.
         positions: tokens that a request may have; the model's own limit by default, at most 131072.
