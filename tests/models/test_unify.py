@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
 from tests.models.test_load import made
-from tests.models.unified import (  # noqa: E402
+from tests.models.unified import (
     NAMES,
     call,
     decoded_logits,
@@ -25,9 +22,11 @@ from tests.models.unified import (  # noqa: E402
     unified,
 )
 
-from kernelbraid.models import forwards  # noqa: E402
-from kernelbraid.models.shared import decoder_of, packed_logprobs  # noqa: E402
-from kernelbraid.models.unify import report, restore  # noqa: E402
+from kernelbraid.models import forwards
+from kernelbraid.models.shared import decoder_of, packed_logprobs
+from kernelbraid.models.unify import report, restore
+
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from tests.models.unified import packed, padded, same, sequences, unified
 
 from kernelbraid.models.shared import packed_logprobs

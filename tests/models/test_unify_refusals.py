@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.test_load import made
+from tests.models.unified import call, padded, quietly, sequences, unified
+
+from kernelbraid.audit import certificates
+from kernelbraid.models.certified import certified
+from kernelbraid.models.unify import report, unify
 
 transformers = pytest.importorskip("transformers")
-
-from tests.models.test_load import made
-from tests.models.unified import call, padded, quietly, sequences, unified  # noqa: E402
-
-from kernelbraid.audit import certificates  # noqa: E402
-from kernelbraid.models import unify as unification  # noqa: E402
-from kernelbraid.models.certified import certified  # noqa: E402
-from kernelbraid.models.unify import report, unify  # noqa: E402
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -246,4 +244,4 @@ def test_one_certificate_does_not_stand_for_another(monkeypatch: pytest.MonkeyPa
     listed = str(caught.value).split(":")[0]
     assert "linear" not in listed and "attention" not in listed and "rms_norm" in listed
     assert not quietly(model).left
-    assert unification.report(model).complete
+    assert report(model).complete

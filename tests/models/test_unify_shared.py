@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from tests.models.test_load import made
 from tests.models.unified import (
     NAMES,

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.unified import packed, padded, quietly, same
+
+from kernelbraid.models.relations import generate
+from kernelbraid.models.shared import decoder_of, packed_logprobs
+from kernelbraid.models.unify import restore
+from kernelbraid.ops.logprob.api import logprob_of_logits
 
 transformers = pytest.importorskip("transformers")
-
-from tests.models.unified import packed, padded, quietly, same  # noqa: E402
-
-from kernelbraid.models.relations import generate  # noqa: E402
-from kernelbraid.models.shared import decoder_of, packed_logprobs  # noqa: E402
-from kernelbraid.models.unify import restore  # noqa: E402
-from kernelbraid.ops.logprob.api import logprob_of_logits  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -2,8 +2,8 @@
 
 Storage: `unify` lays q, k and v (and gate and up) of a layer one after the other in one storage;
 q_proj.weight and the others are views of it, under their old names. So the joined matrix that the Decoder
-multiplies with *is* the memory that the optimizer writes: no second copy of the weights, and a step in place is
-seen at once. Where parameters lie apart (moved to another device or dtype since, replaced by
+multiplies with *is* the memory that the optimizer writes: no second copy of the weights, and a step in place
+is seen at once. Where parameters lie apart (moved to another device or dtype since, replaced by
 load_state_dict(assign=True)), the Decoder has static buffers instead, which `refresh` fills in place.
 """
 
