@@ -187,6 +187,28 @@ def test_padding_idx_gets_no_gradient_from_the_embedding() -> None:
         assert rows[7] == 0 and rows[3] > 0 and rows[9] > 0
 
 
+def test_beams_are_read_from_a_reordered_cache() -> None:
+    model = unified("qwen3")
+    parts = sequences((9, 4))
+    ids, mask = padded(parts, "left")
+    with torch.inference_mode():
+        found = model.generate(
+            *(ids,),
+            **{"attention_mask": mask, "max_new_tokens": 6, "num_beams": 4, "num_return_sequences": 4},
+            **{"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0},
+        )
+    moved = 0
+    for row, completion in enumerate(found.sequences[:, ids.shape[1] :]):
+        part = parts[row // 4]
+        whole = torch.cat([part, completion])
+        wanted = packed_logits(decoder_of(model), [whole])[len(part) - 1 : -1]
+        beams = found.beam_indices[row]
+        drawn = torch.stack([step[beam] for step, beam in zip(found.logits, beams, strict=True)])
+        assert same(drawn, wanted)
+        moved += len(set(beams.tolist())) > 1
+    assert moved > 2
+
+
 # ---- Negative controls ----
 
 
@@ -235,13 +257,44 @@ def test_other_modules_that_stay_are_listed() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "option", "value", "reason"),
+    [
+        ("llama", "model.norm", "variance_epsilon", 0.5, "its variance_epsilon is 0.5, the configuration's"),
+        ("qwen3", "model.layers.0.self_attn.k_norm", "variance_epsilon", 0.5, "its variance_epsilon is 0.5"),
+        (
+            "qwen2",
+            "model.layers.1.self_attn",
+            "scaling",
+            0.5,
+            "its scaling is 0.5, the configuration's",
+        ),
+        ("qwen3_moe", "model.layers.0.mlp.gate", "top_k", 3, "its top_k is 3, the configuration's 2"),
+        (
+            *("llama", "lm_head", "bias", torch.nn.Parameter(torch.ones(200))),
+            "it has a bias that the family does not have",
+        ),
+        ("qwen2", "model.layers.0.self_attn.v_proj", "bias", None, "it has no bias"),
+        ("qwen3", "model.embed_tokens", "max_norm", 1.0, "max_norm, scale_grad_by_freq and sparse"),
+    ],
+)
+def test_modules_that_are_not_as_configured_are_listed(
+    name: str, module: str, option: str, value: object, reason: str
+) -> None:
+    for model in (made(name), unified(name)):
+        setattr(model.get_submodule(module), option, value)
+        for found in (report(model), quietly(model)):
+            assert not found.complete and found.left[module].startswith(reason)
+
+
 def test_attention_is_unified_as_a_whole_or_not_at_all() -> None:
     """A layer of another make needs transformers' mask and angles, and gets them."""
     model = made("llama")
     ids, mask = padded(sequences((9, 4)), "left")
+    wanted = call(model, ids, attention_mask=mask).logits
+    assert quietly(model).complete
     kind = type(model.model.layers[0].self_attn)
     model.model.layers[0].self_attn.__class__ = type("Own", (kind,), {})
-    wanted = call(model, ids, attention_mask=mask).logits
     found = quietly(model)
     assert found.left["model.layers.0.self_attn"] == "Own, not transformers' LlamaAttention"
     reason = "attention is unified as a whole, and model.layers.0.self_attn cannot be"

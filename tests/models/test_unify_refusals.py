@@ -68,6 +68,13 @@ def test_other_models_are_refused() -> None:
         unify(made("llama").model)
 
 
+def test_angles_that_are_not_the_configurations_are_refused() -> None:
+    model = made("llama")
+    model.model.rotary_emb.inv_freq.mul_(2)
+    with pytest.raises(ValueError, match=r"model\.rotary_emb has other angles than rope_parameters"):
+        unify(model)
+
+
 def test_quantised_weights_are_refused() -> None:
     model = made("llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
@@ -154,6 +161,7 @@ def test_the_installed_version_was_tested() -> None:
         ),
         ({"attention_mask": torch.ones(2, 8)}, r"attention_mask must be \[2, 9\].*got \[2, 8\]"),
         ({"position_ids": torch.arange(1, 10)[None]}, "position_ids must count from 0 in every sequence"),
+        ({"position_ids": torch.zeros(3, 9, 9)}, r"position_ids must be \[2, 9\], got \[3, 9, 9\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q is for one row of packed sequences"),
     ],
 )
@@ -191,6 +199,16 @@ def test_gradients_through_a_filled_cache_are_refused() -> None:
     call(model.model, ids, None, None, past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="gradients through a cache that holds tokens are not covered"):
         model.model(ids[:, :1], None, None, past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_that_checkpointing_would_leave_out_is_refused() -> None:
+    model = unified("llama").train()
+    ids = sequences((9,))[0][None]
+    cache = transformers.DynamicCache(config=model.config)
+    call(model.model, ids, None, None, past_key_values=cache, use_cache=True)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing leaves the cache out"):
+        model.model(ids[:, :1], None, None, past_key_values=cache)
 
 
 def test_a_layer_alone_is_refused() -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kernelbraid import ops
 from kernelbraid.models import forwards
 from kernelbraid.models.config import FAMILIES, ModelConfig, from_hugging_face
+from kernelbraid.ops.rope.tables import rope_tables
 
 TESTED_TRANSFORMERS = ("5.0.0", "5.17.0", "5.24.0")
 """Versions whose layers' own code, between the modules that are replaced, was tested."""
@@ -107,12 +109,12 @@ def _silu() -> nn.Module:
     return found
 
 
-def left_of(model: nn.Module, known: Mapping[str, Place]) -> dict[str, str]:
+def left_of(model: nn.Module, known: Mapping[str, Place], sizes: ModelConfig) -> dict[str, str]:
     """Modules that cannot be unified, and why, by name; what is unified already can."""
     present = dict(model.named_modules(remove_duplicate=False))
     left = {name: "is missing" for name in known if name not in present}
     for name, module in present.items():
-        reason = _reason(module, known.get(name))
+        reason = _reason(module, known.get(name)) or _altered(name, module, sizes)
         if reason:
             left[name] = reason
     if any(known[name].attention for name in left if name in known):
@@ -134,6 +136,25 @@ def _reason(module: nn.Module, place: Place | None) -> str:
         return "its forward was replaced by something else"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return "max_norm, scale_grad_by_freq and sparse gradients are not covered"
+    return ""
+
+
+def _altered(name: str, module: Any, sizes: ModelConfig) -> str:
+    """What of a module is not as the configuration states; empty where all is."""
+    part = name.rsplit(".", 1)[-1]
+    stated: dict[str, object] = {}
+    if hasattr(module, "variance_epsilon"):
+        stated["variance_epsilon"] = sizes.eps
+    if part == "self_attn":
+        stated |= {"head_dim": sizes.head_dim, "scaling": sizes.head_dim**-0.5}
+    if part == "gate" and sizes.experts is not None:
+        stated |= {"top_k": sizes.experts.top_k, "norm_topk_prob": sizes.experts.renormalize}
+    for option, value in stated.items():
+        if getattr(module, option) != value:
+            return f"its {option} is {getattr(module, option)}, the configuration's {value}"
+    biased = sizes.qkv_bias and part in ("q_proj", "k_proj", "v_proj")
+    if isinstance(module, nn.Linear) and (module.bias is not None) != biased:
+        return "it has a bias that the family does not have" if not biased else "it has no bias"
     return ""
 
 
@@ -166,10 +187,24 @@ def refuse(model: Any) -> ModelConfig:
         if type(module).__module__.split(".")[0] == "peft":
             raise ValueError(f"{name} is a PEFT adapter (LoRA), which is not covered: merge it first")
     _refuse_parameters(model)
+    _refuse_angles(model.model.rotary_emb, sizes)
     backend = next(model.parameters()).device.type
     for axis in ("query_heads", "kv_heads", "head_dim"):
         ops.get("attention", backend).contract.axis(axis).check(getattr(sizes, axis))
     return sizes
+
+
+def _refuse_angles(rotary: Any, sizes: ModelConfig) -> None:
+    """Tables are made from the configuration: what the module has must be that."""
+    cos, sin = rope_tables(sizes.head_dim, 2, sizes.rope_theta, sizes.rope_scaling)
+    wanted = torch.atan2(sin[1], cos[1])
+    found = getattr(rotary, "inv_freq", wanted)
+    close = found.shape == wanted.shape and torch.allclose(found.float().cpu(), wanted, rtol=1e-3, atol=0.0)
+    if not close or getattr(rotary, "attention_scaling", 1.0) != 1.0:
+        raise ValueError(
+            "model.rotary_emb has other angles than rope_parameters of the configuration state: load the "
+            "model with the configuration that it is to have"
+        )
 
 
 def _refuse_parameters(model: nn.Module) -> None:

@@ -84,10 +84,13 @@ def unify(model: Any, *, require_certificate: bool = False, positions: int | Non
     device = next(model.parameters()).device
     _check_certificates(operators_of(sizes), device.type, require=require_certificate)
     known = coverage.places(family, sizes)
-    left = coverage.left_of(model, known)
+    left = coverage.left_of(model, known, sizes)
+    present = dict(model.named_modules(remove_duplicate=False))
+    for name in left.keys() & present.keys():
+        _bring_back(present[name])  # what was unified before another part of it was replaced
     for name, place in known.items():
         if place.forward is not None and name not in left:
-            module = model.get_submodule(name)
+            module = present[name]
             if place.forward is forwards.rotary:
                 module.__dict__[forwards.TABLES] = RopeTables(cos.to(device), sin.to(device))
             if not forwards.is_ours(module):
@@ -109,10 +112,16 @@ def restore(model: Any) -> None:
     if not ours:
         raise ValueError("the model is not unified")
     for module in ours:
-        del module.forward
-        module.__dict__.pop(forwards.TABLES, None)
+        _bring_back(module)
     for _, parts in _joint(model, {}):
         lay_apart(parts)
+
+
+def _bring_back(module: Any) -> None:
+    """Give a module its class's forward again, if it has a unified one."""
+    if forwards.is_ours(module):
+        del module.forward
+        module.__dict__.pop(forwards.TABLES, None)
 
 
 def report(model: Any) -> Unification:
@@ -124,7 +133,7 @@ def report(model: Any) -> Unification:
     family = coverage.family_of(model)
     sizes = from_hugging_face(model.config)
     known = coverage.places(family, sizes)
-    left = coverage.left_of(model, known)
+    left = coverage.left_of(model, known, sizes)
     present = dict(model.named_modules(remove_duplicate=False))
     unified = []
     for name, place in known.items():
