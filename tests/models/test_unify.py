@@ -3,6 +3,8 @@
 import copy
 import inspect
 import io
+import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,30 @@ def test_a_filled_cache_is_read_in_pages(side: str) -> None:
     found = torch.cat(rows, 1)
     for row, own in enumerate(wanted):
         assert same(found[row][mask[row].bool()], own)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_padding_in_any_chunks(seed: int) -> None:
+    """Masks drawn at random, rows without a token among them, through a cache filled in random pieces."""
+    rng = random.Random(seed)
+    model = unified(rng.choice(NAMES), num_hidden_layers=1)
+    rows, slots = rng.randint(1, 4), rng.randint(1, 40)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 200, (rows, slots), generator=generator)
+    share = torch.rand(rows, 1, generator=generator) * 1.4
+    mask = (torch.rand(rows, slots, generator=generator) < share).long()
+    mask[0, 0] = 1
+    cache = transformers.DynamicCache(config=model.config)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cuts = sorted({0, slots, *(rng.randint(0, slots) for _ in range(3))})
+    pieces = []
+    for start, stop in pairwise(cuts):
+        options: dict[str, Any] = {name: cache, "attention_mask": mask[:, :stop], "use_cache": True}
+        pieces.append(call(model, ids[:, start:stop], **options).logits)
+    parts = [own[kept] for own, kept in zip(ids, mask.bool(), strict=True)]
+    wanted = packed_logits(decoder_of(model), parts)
+    assert same(torch.cat(pieces, 1)[mask.bool()], wanted)
+    assert same(call(model, ids, attention_mask=mask).logits[mask.bool()], wanted)
 
 
 def test_the_state_dict_stays_and_restore_brings_everything_back() -> None:

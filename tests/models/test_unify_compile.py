@@ -5,6 +5,7 @@ import torch
 from tests.models.unified import packed, padded, same, sequences, unified
 
 from kernelbraid.models.shared import packed_logprobs
+from kernelbraid.models.unify import report
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,18 @@ def test_compiled_models_have_the_bits_of_eager_ones(name: str) -> None:
     parts = torch.compile(model, backend="aot_eager")
     eager = trained(model, lambda: model(ids, attention_mask=mask).logits)
     assert agree(trained(model, lambda: parts(ids, attention_mask=mask).logits), eager)
+
+
+def test_a_compiled_forward_is_the_models_own() -> None:
+    """`model.forward = torch.compile(model.forward)`, the usual way to compile for `generate`."""
+    model = unified("llama", use_cache=False)
+    ids, _ = padded(sequences((20, 7)), "left")
+    eager = trained(model, lambda: model(ids).logits)
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    assert report(model).complete
+    assert agree(trained(model, lambda: model(ids).logits), eager)
+    model.forward = lambda *arguments, **options: None
+    assert report(model).left == {"": "its forward was replaced by something else"}
 
 
 def test_a_mask_in_a_whole_graph_is_refused() -> None:

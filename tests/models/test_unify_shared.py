@@ -7,6 +7,7 @@ from tests.models.unified import (
     NAMES,
     packed,
     packed_logits,
+    padded,
     quietly,
     same,
     sequences,
@@ -85,6 +86,33 @@ def test_gradients_are_the_decoders_and_do_not_depend_on_neighbours(name: str) -
         grad = tensors[key].grad
         assert grad is not None
         assert same(torch.cat([found[names[id(part)]] for part in parts]), grad), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_agree_with_transformers_own(name: str) -> None:
+    """That they are right, not only the same: both paths of the update, against torch's autograd."""
+    model = made(name)
+    one, other = sequences((30, 12))
+    ids, mask = padded([one, other], "right")
+
+    def grads(logits: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        scores = torch.log_softmax(logits / 0.8, -1).gather(2, ids.roll(-1, 1)[..., None])[..., 0]
+        (scores * mask * weight).sum().backward()
+        return [each.grad.clone() for each in model.parameters()]
+
+    weight = torch.linspace(-1, 1, 30)
+    wanted = grads(model(ids, attention_mask=mask).logits)
+    assert quietly(model).complete
+    found = grads(model(ids, attention_mask=mask).logits)
+    model.zero_grad()
+    flat, offsets, _ = packed([one, other])
+    labels = ids.roll(-1, 1)[mask.bool()]
+    scores = packed_logprobs(model, flat, offsets, labels, temperature=0.8)
+    (scores * weight.expand(2, -1)[mask.bool()]).sum().backward()
+    for each, ours, parameter in zip(wanted, found, model.parameters(), strict=True):
+        limit = 1e-5 * each.abs().max() + 1e-6
+        assert (ours - each).abs().max() < limit and (parameter.grad - each).abs().max() < limit
 
 
 def test_memory_that_is_shared_is_no_numeric_choice() -> None:

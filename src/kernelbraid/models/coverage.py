@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -132,11 +133,18 @@ def _reason(module: nn.Module, place: Place | None) -> str:
         return f"{kind.__name__} at a place that the family does not have"
     if kind is not place.kind:
         return f"{kind.__name__}, not transformers' {place.kind.__name__}"
-    if "forward" in module.__dict__ and not forwards.is_ours(module):
+    if not forwards.is_ours(module) and not _is_own(module):
         return "its forward was replaced by something else"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return "max_norm, scale_grad_by_freq and sparse gradients are not covered"
     return ""
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether a module computes what its class does, compiled or not."""
+    forward = module.__dict__.get("forward")
+    compiled = getattr(forward, "_torchdynamo_orig_callable", forward)
+    return forward is None or compiled == MethodType(type(module).forward, module)
 
 
 def _altered(name: str, module: Any, sizes: ModelConfig) -> str:

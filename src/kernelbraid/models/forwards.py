@@ -54,7 +54,7 @@ def head(module: nn.Linear, x: Tensor) -> Tensor:
     """Logits in float32, those whose log-probabilities `logprob` gives, differentiable."""
     if torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad):
         logits: Tensor = _Logits.apply(x.reshape(-1, x.shape[-1]), module.weight)  # type: ignore[no-untyped-call]
-        return logits.view(*x.shape[:-1], -1)
+        return logits.view(*x.shape[:-1], len(module.weight))
     return head_logits(x, module.weight)
 
 
@@ -118,12 +118,12 @@ def attend(
     rows = where.unpadded(hidden_states)
     joint = linear(rows, join(weights), join(biases) if biases else None)
     widths = [len(weight) for weight in weights]
-    q, k, v = (part.view(len(rows), -1, module.head_dim) for part in torch.split(joint, widths, dim=1))
+    q, k, v = (part.unflatten(1, (-1, module.head_dim)) for part in torch.split(joint, widths, dim=1))
     if norms:
         eps = module.q_norm.variance_epsilon
         q, k = qk_norm(q, k, *norms, eps=eps)
     q, k = rope(q, k, where.positions, *position_embeddings)
-    found = module.o_proj(_attended(module, where, options, q, k, v).reshape(len(rows), -1))
+    found = module.o_proj(_attended(module, where, options, q, k, v).flatten(1))
     return where.padded(found), None
 
 
