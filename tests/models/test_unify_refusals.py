@@ -1,5 +1,6 @@
 """What `unify` refuses, by name and before anything is changed, and what its calls refuse."""
 
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -133,10 +134,13 @@ def test_other_dtypes_and_devices_are_refused() -> None:
 
 
 def test_other_versions_of_transformers_are_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    imported = sys.modules[
+        "transformers"
+    ]  # another object than at the start of this file, once peft is there
+    monkeypatch.setattr(imported, "__version__", "4.57.0")
     with pytest.raises(ValueError, match=r"transformers 4\.57\.0 is not covered: install transformers 5"):
         unify(made("llama"))
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(imported, "__version__", "5.99.0")
     with pytest.warns(UserWarning, match=r"was tested with transformers 5\.0\.0.*, not with 5\.99\.0"):
         unify(made("llama"))
 

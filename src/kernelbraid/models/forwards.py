@@ -118,7 +118,11 @@ def attend(
     rows = where.unpadded(hidden_states)
     joint = linear(rows, join(weights), join(biases) if biases else None)
     widths = [len(weight) for weight in weights]
-    q, k, v = (part.unflatten(1, (-1, module.head_dim)) for part in torch.split(joint, widths, dim=1))
+    heads = [
+        part.view(len(rows), part.shape[1] // module.head_dim, module.head_dim)
+        for part in torch.split(joint, widths, dim=1)
+    ]
+    q, k, v = heads
     if norms:
         eps = module.q_norm.variance_epsilon
         q, k = qk_norm(q, k, *norms, eps=eps)
