@@ -256,9 +256,7 @@ def test_a_module_that_is_left_is_listed_and_nothing_is_claimed() -> None:
     model.model.layers[1].post_attention_layernorm.__class__ = OwnNorm
     found = quietly(model)
     assert not found.complete
-    assert dict(found.left) == {
-        "model.layers.1.post_attention_layernorm": "OwnNorm, not transformers' Qwen3RMSNorm"
-    }
+    assert dict(found.left) == {"model.layers.1.post_attention_layernorm": "OwnNorm, not Qwen3RMSNorm"}
     parts = sequences((40,))
     message = r"not unified, so that bits may differ: model\.layers\.1\.post_attention_layernorm \(OwnNorm"
     for refused in (
@@ -313,6 +311,26 @@ def test_modules_that_are_not_as_configured_are_listed(
             assert not found.complete and found.left[module].startswith(reason)
 
 
+def test_a_feed_forward_with_a_projection_of_another_make_is_left_and_works() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    ids = sequences((9,))[0][None]
+    for model in (made("llama"), unified("llama")):
+        model.model.layers[1].mlp.up_proj.__class__ = Scaled
+        vars(model.model.layers[1].mlp.up_proj).pop("forward", None)
+        found = quietly(model)
+        assert dict(found.left) == {
+            "model.layers.1.mlp": "model.layers.1.mlp.up_proj cannot be unified",
+            "model.layers.1.mlp.up_proj": "Scaled, not Linear",
+        }
+        ours = call(model, ids).logits
+        restore(model)
+        difference = (ours - call(model, ids).logits).abs().max()
+        assert 0 < difference < 1e-4
+
+
 def test_attention_is_unified_as_a_whole_or_not_at_all() -> None:
     """A layer of another make needs transformers' mask and angles, and gets them."""
     model = made("llama")
@@ -322,7 +340,7 @@ def test_attention_is_unified_as_a_whole_or_not_at_all() -> None:
     kind = type(model.model.layers[0].self_attn)
     model.model.layers[0].self_attn.__class__ = type("Own", (kind,), {})
     found = quietly(model)
-    assert found.left["model.layers.0.self_attn"] == "Own, not transformers' LlamaAttention"
+    assert found.left["model.layers.0.self_attn"] == "Own, not LlamaAttention"
     reason = "attention is unified as a whole, and model.layers.0.self_attn cannot be"
     for name in ("model", "model.rotary_emb", "model.layers.1.self_attn", "model.layers.0.self_attn.o_proj"):
         assert found.left[name] == reason

@@ -118,6 +118,11 @@ def left_of(model: nn.Module, known: Mapping[str, Place], sizes: ModelConfig) ->
         reason = _reason(module, known.get(name)) or _altered(name, module, sizes)
         if reason:
             left[name] = reason
+    for name, place in known.items():
+        if place.forward is forwards.feed_forward:  # which computes these two itself
+            for part in (f"{name}.gate_proj", f"{name}.up_proj"):
+                if part in left:
+                    left.setdefault(name, f"{part} cannot be unified")
     if any(known[name].attention for name in left if name in known):
         cause = next(name for name in left if name in known and known[name].attention)
         for name, place in known.items():
@@ -132,7 +137,7 @@ def _reason(module: nn.Module, place: Place | None) -> str:
     if place is None:
         return f"{kind.__name__} at a place that the family does not have"
     if kind is not place.kind:
-        return f"{kind.__name__}, not transformers' {place.kind.__name__}"
+        return f"{kind.__name__}, not {place.kind.__name__}"
     if not forwards.is_ours(module) and not _is_own(module):
         return "its forward was replaced by something else"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):

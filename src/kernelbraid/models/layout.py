@@ -123,7 +123,7 @@ def packed(cu_seqlens: Tensor, tokens: int, max_seqlen: int | None, positions: T
     cu_seqlens = cu_seqlens.to(torch.int32)
     max_seqlen = int(max_seqlen)
     counted = packed_positions(cu_seqlens, tokens)
-    if positions is not None and not torch.equal(positions.reshape(-1).int(), counted):
+    if positions is not None and not torch.equal(positions.reshape(-1).int().to(counted.device), counted):
         raise ValueError("position_ids differ from those of cu_seq_lens_q: leave position_ids out")
     return Layout(1, tokens, None, counted, cu_seqlens, max_seqlen)
 
