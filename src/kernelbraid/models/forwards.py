@@ -134,28 +134,42 @@ def attend(
 def _attended(module: Any, where: Layout, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     cache = options.get("cache", options.get("past_key_values"))
     if cache is not None:
-        if where.pages is not None and torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError(
-                "gradients through a cache that holds tokens are not covered: call under torch.no_grad(), or "
-                "pass whole sequences with use_cache=False"
-            )
+        refuse_gradients(where, q)
         keys, values = (where.padded(each).transpose(1, 2) for each in (k, v))
         keys, values = cache.update(keys, values, module.layer_idx)
-        pages = where.pages
-        if pages is not None:
-            return paged_attention(
-                q,
-                pages.of(keys),
-                pages.of(values),
-                page_table=pages.table,
-                cu_seqlens_q=where.cu_seqlens,
-                seqlens_k=pages.seqlens,
-                max_seqlen_q=where.max_seqlen,
-                max_seqlen_k=pages.longest,
-            )
+        if where.pages is not None:
+            return attend_pages(where, q, keys, values)
     elif where.pages is not None:
         raise ValueError("gradient checkpointing leaves the cache out: pass whole sequences, use_cache=False")
     return attention(q, k, v, cu_seqlens=where.cu_seqlens, max_seqlen=where.max_seqlen)
+
+
+def refuse_gradients(where: Layout, q: Tensor) -> None:
+    """Raise ValueError where gradients of new tokens would have to pass through a cache that holds tokens."""
+    if where.pages is not None and torch.is_grad_enabled() and q.requires_grad:
+        raise ValueError(
+            "gradients through a cache that holds tokens are not covered: call under torch.no_grad(), or "
+            "pass whole sequences with use_cache=False"
+        )
+
+
+def attend_pages(
+    where: Layout, q: Tensor, keys: Tensor, values: Tensor, softmax_scale: float | None = None
+) -> Tensor:
+    """Attention of new tokens [T, Hq, D] over a cache [B, Hkv, K, D] that holds them too."""
+    pages = where.pages
+    assert pages is not None
+    return paged_attention(
+        q,
+        pages.of(keys),
+        pages.of(values),
+        page_table=pages.table,
+        cu_seqlens_q=where.cu_seqlens,
+        seqlens_k=pages.seqlens,
+        max_seqlen_q=where.max_seqlen,
+        max_seqlen_k=pages.longest,
+        softmax_scale=softmax_scale,
+    )
 
 
 def _projections(module: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
