@@ -55,7 +55,7 @@ def test_a_neighbour_that_leaks_in_is_seen() -> None:
     right = calls[0][3]
     mask[0, 2] = 1
     call(model, ids, attention_mask=mask)
-    assert not same(calls[2 - 1][3][0, 3:], right[0, 3:])
+    assert not same(calls[1][3][0, 3:], right[0, 3:])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +114,7 @@ def test_a_long_packed_mask_is_looked_at_in_parts(monkeypatch: pytest.MonkeyPatc
     test_packed_sequences("llama")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_gradients(name: str) -> None:
     ids, mask = padded(sequences([20, 9]), "right")
     labels = ids.masked_fill(mask == 0, -100)

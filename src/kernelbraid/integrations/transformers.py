@@ -41,8 +41,8 @@ NAME = "kernelbraid"
 TESTED_TRANSFORMERS = ("5.0.0", "5.17.0", "5.24.0")
 """Versions that the tests of this file passed with."""
 NOT_CAUSAL = (
-    "mask_function must be causal, in a row or in each of the sequences packed in it: is_causal=False and masks "
-    "of a model's own are not covered"
+    "mask_function must be causal, in a row or in each of the sequences packed in it: is_causal=False and "
+    "masks of a model's own are not covered"
 )
 MASK_ROWS = 512
 """Rows of a packed batch's mask that are looked at together."""
@@ -342,8 +342,8 @@ def _settle(mask: Prepared, query: Tensor, options: dict[str, Any]) -> Layout:
             )
         except ValueError as error:
             raise ValueError(
-                "cu_seq_lens_q does not fit position_ids: rotary angles come from these, so pass both, for one "
-                " row, positions from 0 in each sequence"
+                "cu_seq_lens_q does not fit position_ids: rotary angles come from these, so pass both, for "
+                "one row, positions from 0 in each sequence"
             ) from error
     begins_anew = positions is not None and bool((positions.diff(dim=-1) != 1).any())
     if mask.plain and begins_anew:
