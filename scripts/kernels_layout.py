@@ -5,8 +5,8 @@
 
 Written from the package as it is: sources are taken with their imports made relative, operators register
 under the namespace that kernel-builder gives them, and nothing but torch, numpy and triton is imported.
-`--local` adds a build variant as kernel-builder would lay it out, for `kernels.get_local_kernel`; with `cpu` it holds the Numba implementations, whose
-dependencies kernel-builder does not allow: for tests alone.
+`--local` adds a build variant as kernel-builder would lay it out, for `kernels.get_local_kernel`; with `cpu`
+it holds the Numba implementations, whose dependencies kernel-builder does not allow: for tests alone.
 docs/publishing.md says what to do with it.
 """
 
@@ -56,7 +56,7 @@ def bits_type(dtype: np.dtype[Any]) -> np.dtype[np.unsignedinteger[Any]]:
     """The unsigned integer type as wide as `dtype`."""
     return np.dtype(f"u{dtype.itemsize}")
 '''
-INSTALLED = '''"""A published kernel has no promoted implementations: they belong to the package `kernelbraid`."""
+INSTALLED = '''"""A published kernel has no promoted implementations: those are of `kernelbraid`."""
 
 from typing import Any
 
@@ -114,9 +114,9 @@ tags:
 
 # KernelBraid's operators
 
-Operators of decoder-only language models whose bits agree between rollout (prefill, chunked prefill, decode on
-a paged cache) and policy update (packed forward). Each follows a numerical contract that fixes every rounding
-and the order of every sum.
+Operators of decoder-only language models whose bits agree between rollout (prefill, chunked prefill, decode
+on a paged cache) and policy update (packed forward). Each follows a numerical contract that fixes every
+rounding and the order of every sum.
 
 ```python
 from kernels import get_kernel
@@ -126,9 +126,9 @@ ops = get_kernel("{{ repo_id }}", version={{ version }})
 out = ops.attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 ```
 
-Triton, on NVIDIA GPUs of compute capability 8.0 and newer; bfloat16 and float16. What a contract does not cover
-is refused with a `ValueError` that names the argument. This card claims no certificate: certificates are issued
-for one source on one machine, by the audit of the package `kernelbraid`.
+Triton, on NVIDIA GPUs of compute capability 8.0 and newer; bfloat16 and float16. What a contract does not
+cover is refused with a `ValueError` that names the argument. This card claims no certificate: certificates
+are issued for one source on one machine, by the audit of the package `kernelbraid`.
 
 ## Functions
 

@@ -1,4 +1,4 @@
-"""The layout for huggingface/kernels, written by scripts/kernels_layout.py: it loads, and computes the same bits."""
+"""The layout for huggingface/kernels that scripts/kernels_layout.py writes: it loads, with the same bits."""
 
 import ast
 import json
@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from scripts import kernels_layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +31,8 @@ theirs = kernelbraid.attention(q, k, v, cu_seqlens=starts, max_seqlen=20)
 for one, other in ((ours, theirs), (ours_dq, theirs_dq)):
     assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
 x, w = torch.randn(5, 64), torch.randn(64)
-assert torch.equal(ops.rms_norm(x, w, eps=1e-6).view(torch.int32), kernelbraid.rms_norm(x, w, eps=1e-6).view(torch.int32))
+one, other = ops.rms_norm(x, w, eps=1e-6), kernelbraid.rms_norm(x, w, eps=1e-6)
+assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 try: ops.attention(q, k, v, cu_seqlens=starts, max_seqlen=20, window=5)
 except ValueError as error: print("refused", error)
 print(len(ops.__all__), "functions of", ops.__name__)
@@ -91,7 +91,7 @@ def test_its_own_tests_pass(out: Path) -> None:
     (out / "build" / "kernelbraid_ops").symlink_to(out / "build" / "torch-cpu")
     code = (
         "import sys, pytest; sys.path.insert(0, 'build'); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-c', '/dev/null', '--rootdir', '.', 'tests']))"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-c/dev/null', '--rootdir=.', 'tests']))"
     )
     assert "2 passed" in run(code, out)
 
