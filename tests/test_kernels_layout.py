@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +65,8 @@ def run(code: str, folder: Path) -> str:
         "PYTHONPATH": str(ROOT / "src"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        # Numba's cache names the module that it compiled: each process loads the files under another name.
+        "NUMBA_CACHE_DIR": tempfile.mkdtemp(dir=folder.parent),
     }
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240

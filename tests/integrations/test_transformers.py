@@ -1,5 +1,7 @@
 """Unified attention under a name of transformers: its bits are the operator's, its logits near eager's."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.models.unified import bits, call, padded, quietly, same, sequences  #
 
 from kernelbraid.integrations import transformers as integration  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [33, 1, 17, 50]
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -282,11 +285,19 @@ def test_without_the_extra_the_import_says_what_to_install() -> None:
     assert "kernelbraid[models]" in run(code).stdout
 
 
-def test_the_example_runs() -> None:
-    example = Path(__file__).resolve().parents[2] / "examples" / "transformers_attention.py"
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "equal" in done.stdout
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    quietly_register()
+    runpy.run_path(str(ROOT / "examples" / "transformers_attention.py"))
+    assert "bits of attention equal" in capsys.readouterr().out
+
+
+def test_the_pages_example_runs() -> None:
+    quietly_register()
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["model"].config._attn_implementation == "kernelbraid"
 
 
 def test_tested_versions_are_stated() -> None:
