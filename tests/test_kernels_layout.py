@@ -21,22 +21,26 @@ from pathlib import Path
 import torch
 {load}
 assert not [name for name in sys.modules if name.split(".")[0] == "kernelbraid"]
+x, w = torch.randn(5, 64), torch.randn(64)
+ours = ops.rms_norm(x, w, eps=1e-6)
+import kernelbraid
+theirs = kernelbraid.rms_norm(x, w, eps=1e-6)
+assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 q, k, v = torch.randn(30, 4, 64), torch.randn(30, 2, 64), torch.randn(30, 2, 64)
 starts = torch.tensor([0, 10, 30], dtype=torch.int32)
-q.requires_grad_()
-ours = ops.attention(q, k, v, cu_seqlens=starts, max_seqlen=20)
-[ours_dq] = torch.autograd.grad(ours.sum(), q)
-import kernelbraid
-theirs = kernelbraid.attention(q, k, v, cu_seqlens=starts, max_seqlen=20)
-[theirs_dq] = torch.autograd.grad(theirs.sum(), q)
-for one, other in ((ours, theirs), (ours_dq, theirs_dq)):
-    assert torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
-x, w = torch.randn(5, 64), torch.randn(64)
-one, other = ops.rms_norm(x, w, eps=1e-6), kernelbraid.rms_norm(x, w, eps=1e-6)
-assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 try: ops.attention(q, k, v, cu_seqlens=starts, max_seqlen=20, window=5)
 except ValueError as error: print("refused", error)
 print(len(ops.__all__), "functions of", ops.__name__)
+"""
+ATTENTION = """
+q.requires_grad_()
+found = []
+for each in (ops, kernelbraid):
+    out = each.attention(q, k, v, cu_seqlens=starts, max_seqlen=20)
+    found.append((out.detach(), *torch.autograd.grad(out.sum(), q)))
+for one, other in zip(*found, strict=True):
+    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+print("attention too")
 """
 BY_IMPORT = """
 import importlib.util
@@ -82,9 +86,15 @@ def test_the_variant_gives_the_packages_bits_by_import(out: Path) -> None:
 
 
 @pytest.mark.slow
+def test_so_does_attention_and_its_gradient(out: Path) -> None:
+    assert "attention too" in run(COMPARE.format(load=BY_IMPORT.format(out=str(out))) + ATTENTION, out)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("kernels") is None, reason="needs `kernels`: pip install kernels")
 def test_the_variant_gives_the_packages_bits_by_kernels(out: Path) -> None:
-    said = run(COMPARE.format(load=BY_KERNELS.format(out=str(out))), out)
+    said = run(COMPARE.format(load=BY_KERNELS.format(out=str(out))) + ATTENTION, out)
+    assert "attention too" in said
     assert "functions of _kernelbraid_ops_cpu_" in said
 
 

@@ -167,7 +167,7 @@ def prepare(
         local_size: must be None: the contract does not cover sliding windows and chunks.
         use_vmap: must be False: it marks masks that a model or caller made up.
         device: of the model.
-        cache_position: [S] int64, in transformers before 5.6 in the place of q_length and q_offset.
+        cache_position: [S] int64, in older versions in the place of q_length and q_offset.
         options: what other masks need.
 
     Raises:
