@@ -128,11 +128,11 @@ class Engine:
             ValueError: a request can never be served; nothing was drawn.
             RuntimeError: other requests, given to `submit`, are under way.
         """
-        if self.unfinished:
+        if self.unfinished > 0:
             raise RuntimeError(f"{self.unfinished} submitted requests are under way: step them to their end")
         self.submit(requests)
         found: list[Completion] = []
-        while self.unfinished:
+        while self.unfinished > 0:
             with self._changed:
                 self._changed.wait_for(lambda: not self._paused or self._given_up)
             found += self.step()
