@@ -87,7 +87,9 @@ def _sections(contract: Contract, backend: str) -> Iterator[str]:
     relations = [(f"`{r.name}`", r.statement, ", ".join(r.regimes)) for r in contract.relations]
     yield _table(("relation", "statement", "regimes"), relations)
     bounds = [(f"`accuracy_{b.quantity}`", _bound(b), ", ".join(b.regimes)) for b in contract.accuracy]
-    yield _table(("accuracy", "relative error against float64, at most", "regimes"), bounds)
+    yield _table(
+        ("accuracy", "relative error against float64, at most, in the mean over rows", "regimes"), bounds
+    )
     yield _table(("refused by name", "why"), [(e.feature, e.reason) for e in contract.exclusions])
 
 
@@ -98,9 +100,7 @@ def _bound(bound: AccuracyBound) -> str:
         allowed.append(f"{bound.floor:g}")
     if bound.half_ulps:
         allowed.append(f"{bound.half_ulps:g} half-ulps of the compute dtype")
-    if bound.noise:
-        allowed.append(f"{bound.noise:g} half-ulps of float32 of the norm of {bound.of}")
-    return ", or ".join(allowed)
+    return f"{', or '.join(allowed)}; of a case or a row {bound.gross:g} times either"
 
 
 def _range(low: int, high: int, choices: tuple[int, ...] | None) -> str:

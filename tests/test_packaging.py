@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "kernelbraid"
 MAX_LINES = 600
-LONGER_IMPLEMENTATIONS = {"attention/cpu.py": 800, "attention/gpu.py": 850, "logprob/cpu.py": 700}
+LONGER_IMPLEMENTATIONS = {"attention/cpu.py": 800, "attention/gpu.py": 850, "logprob/cpu.py": 750}
 """One file each, every regime and the gradients in it: an audit takes a source of one file."""
 
 MAY_IMPORT = {
     "contract": set(),
     "ops": {"contract"},
-    "models": {"contract", "ops"},
+    "models": {"contract", "ops", "audit"},
     "rl": {"contract", "ops", "models"},
     "ir": {"contract"},
     "audit": {"contract", "ops", "ir"},

@@ -104,17 +104,15 @@ class Relation:
 
 HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of one rounding to nearest."""
-ROUNDED = 1.05
-"""Half-ulps of a result that is rounded once, at its store: little is left for what is done in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyBound:
-    """Relative error ||out - ref|| / ||ref|| to float64: at most `factor` times the vendor's, or `floor`.
+    """Error to float64: at most `factor` times the vendor's, of a single row or case `gross` times.
 
-    Or, where they are given, so many `half_ulps` of the compute dtype, each the largest relative error of one
-    rounding to it; or `noise` half-ulps of float32 of the norm of another drawn tensor, `of`, which is added
-    up to what may nearly cancel.
+    `floor` is a relative error that is allowed anyway; or, where they are given, so many `half_ulps` of the
+    compute dtype, each the largest relative error of one rounding to it. `audit/accuracy.py` has the
+    statistics.
     """
 
     quantity: str
@@ -122,8 +120,7 @@ class AccuracyBound:
     floor: float
     regimes: tuple[Regime, ...]
     half_ulps: float = 0.0
-    noise: float = 0.0
-    of: str = ""
+    gross: float = 3.0
 
     def least(self, dtype: str) -> float:
         """The relative error that is always allowed, where nothing cancels."""

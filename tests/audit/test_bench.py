@@ -9,7 +9,7 @@ import pytest
 
 from kernelbraid import ops
 from kernelbraid.audit import bench
-from kernelbraid.audit.beside import SideBySide
+from kernelbraid.audit.beside import Row, SideBySide
 
 
 def document(grid: str, implementation: str = "a" * 64, **environment: object) -> dict[str, Any]:
@@ -73,3 +73,32 @@ def test_a_certificate_of_the_source_stands_for_the_check(
     monkeypatch.setattr(SideBySide, "rows", lambda *_, **__: iter(()))
     assert bench.bench(operator, "cpu-decode")["rows"] == []
     assert bool(screened) is not certified
+
+
+def test_rows_are_written_as_they_come_and_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    operator, wanted = ops.get("attention"), []
+    count = len(operator.grids["cpu-decode"])
+
+    def rows(run: SideBySide, workloads: list[Any], protocol: str, tell: object) -> Any:
+        for workload in workloads:
+            wanted.append((workload.name, protocol))
+            if len(wanted) == count + 3:
+                raise KeyboardInterrupt
+            yield Row(workload, "warm" if protocol == "warm" else "cold", {bench.OURS: 1.0}, {}, 0.1)
+
+    monkeypatch.setattr(SideBySide, "rows", rows)
+    monkeypatch.setattr(bench, "_screened", lambda run, workloads: True)
+    monkeypatch.setattr(bench, "local_certificate", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench(operator, "cpu-decode", folder=tmp_path)
+    path = next(tmp_path.glob("*/attention.bench.json"))
+    before = json.loads(path.read_text())["rows"]
+    assert len(before) == count + 2
+    document = bench.bench(operator, "cpu-decode", folder=tmp_path, resume=True)
+    assert len(set(wanted)) == 2 * count and len(wanted) == 2 * count + 1  # one was lost on the way
+    assert document["rows"][: len(before)] == before and len(document["rows"]) == 2 * count
+    assert json.loads(path.read_text())["rows"] == document["rows"]
+    bench.bench(operator, "cpu-decode", folder=tmp_path)
+    assert len(wanted) == 4 * count + 1, "without resuming every row is measured"

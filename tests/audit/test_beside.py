@@ -46,7 +46,21 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SideBySide:
 def test_a_peer_that_fails_is_left_out_and_told(run: SideBySide) -> None:
     (row,) = run.rows([toy.workload("decode", 8, 100)], "warm")
     assert set(row.ms) == {"ours", "good"} and min(row.ms.values()) > 0
-    assert set(run.left_out) == {"bad"} and "no library" in run.left_out["bad"]
+    (place,) = run.left_out
+    assert place.startswith("bad (width ") and "no library" in run.left_out[place]
+
+
+def test_a_peer_that_fails_for_some_axes_is_measured_for_others(
+    run: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = PEERS.replace(
+        "raise ImportError('no library')", "assert x.shape[1] < 8; good(x, ends, rows, scale, out)"
+    )
+    monkeypatch.setattr(run, "_peer_file", Source(picky))
+    narrow, wide = (toy.workload("decode", 8, 100, width=width) for width in (4, 8))
+    found = {row.workload: set(row.ms) for row in run.rows([wide, narrow, narrow], "warm")}
+    assert found == {narrow: {"ours", "good", "bad"}, wide: {"ours", "good"}}
+    assert list(run.left_out) == ["bad (width 8)"]
 
 
 def test_a_source_that_fails_ends_the_run(run: SideBySide) -> None:

@@ -2,12 +2,12 @@
 
 from tests.controls.rows import Control
 
-AXES = {"in_features": 40, "out_features": 70, "bias": 1}
+AXES = {"in_features": 200, "out_features": 150, "bias": 1}
 
-FORWARD = "    product(x, weight, out, bias, 0, 1, K_GROUPS, 0)\n"
-DX = "        product(dout, weight, dx, None, 0, 0, N_GROUPS, 0)\n"
-DWEIGHT = "        product(dout, x, dweight, None, 1, 0, 1, int(accumulate))\n"
-DBIAS = "        product(ones, dout, dbias[None], None, 0, 0, 1, int(accumulate))\n"
+FORWARD = "    product(x, weight, out, bias, 0, 1, K_GROUPS, K_BLOCK, 0)\n"
+DX = "        product(dout, weight, dx, None, 0, 0, N_GROUPS, K_BLOCK, 0)\n"
+DWEIGHT = "        product(dout, x, dweight, None, 1, 0, 1, TOKEN_BLOCK, int(accumulate))\n"
+DBIAS = "        product(ones, dout, dbias[None], None, 0, 0, 1, BIAS_BLOCK, int(accumulate))\n"
 CONSTANTS = "NO_BIAS = np.empty(0, np.float32)\n"
 CALLS = (CONSTANTS, CONSTANTS + "CALLS = [0]\n")
 FILES = "TURN = len(list(__import__('pathlib').Path(__file__).parent.glob('*.py'))) % 2\n"
@@ -37,7 +37,8 @@ CONTROLS = (
             (
                 FORWARD,
                 FORWARD + "    x, weight = (np.ascontiguousarray(a[:, ::-1]) for a in (x, weight))\n"
-                "    if len(x) > 1:\n        product(x[1::2], weight, out[1::2], bias, 0, 1, K_GROUPS, 0)\n",
+                "    if len(x) > 1:\n"
+                "        product(x[1::2], weight, out[1::2], bias, 0, 1, K_GROUPS, K_BLOCK, 0)\n",
             ),
         ),
     ),
@@ -63,7 +64,7 @@ CONTROLS = (
                 DX,
                 DX + "        turned = np.ascontiguousarray(dout[1::2, ::-1]), weight[::-1].copy()\n"
                 "        if len(dx) > 1:\n"
-                "            product(*turned, dx[1::2], None, 0, 0, N_GROUPS, 0)\n",
+                "            product(*turned, dx[1::2], None, 0, 0, N_GROUPS, K_BLOCK, 0)\n",
             ),
         ),
     ),
@@ -74,7 +75,7 @@ CONTROLS = (
             (
                 DWEIGHT,
                 "        part = np.empty(dweight.shape, np.float32)\n"
-                "        product(dout, x, part, None, 1, 0, 1, 0)\n"
+                "        product(dout, x, part, None, 1, 0, 1, 100, 0)\n"
                 "        dweight[...] = dweight + part if accumulate else part\n",
             ),
         ),
@@ -86,7 +87,7 @@ CONTROLS = (
             (
                 DBIAS,
                 "        part = np.empty((1, dbias.size), np.float32)\n"
-                "        product(ones, dout, part, None, 0, 0, 1, 0)\n"
+                "        product(ones, dout, part, None, 0, 0, 1, 100, 0)\n"
                 "        dbias[...] = dbias + part[0] if accumulate else part[0]\n",
             ),
         ),
@@ -109,12 +110,22 @@ CONTROLS = (
         ((FORWARD, FORWARD.replace("K_GROUPS", "2")),),
     ),
     Control(
+        "chains of another length under the same bits id",
+        "implementations_agree/prefill",
+        ((FORWARD, FORWARD.replace("K_BLOCK", "64")),),
+    ),
+    Control(
+        "gradients are chains of another length under the same bits id",
+        "implementations_agree/backward",
+        ((DX, DX.replace("K_BLOCK", "64")),),
+    ),
+    Control(
         "products are rounded before they are added",
         "implementations_agree/decode",
         (
             (
-                "                    sums = [factor.fma(part, x) for",
-                "                    sums = [Value(x.builder, x.builder.fadd(x.value, x.builder.fmul("
+                "                        sums = [factor.fma(part, x) for",
+                "                        sums = [Value(x.builder, x.builder.fadd(x.value, x.builder.fmul("
                 "factor.value, part.value))) for",
             ),
         ),

@@ -4,21 +4,21 @@ from dataclasses import replace
 
 from tests.controls.rows import Control
 
-AXES = {"width": 40, "vocabulary": 300}
+AXES = {"width": 140, "vocabulary": 300}
 
 SCORE = "            score(x, t, rows, panels, count, scores)\n            scores[:, count:] = -np.inf\n"
 REDUCTION = "            emit_reduction((rows, address(scores), address(numbers), own, *strides))\n"
 FINISH = (
     "        compiled(finish)(partials, chosen, wanted, vocabulary, logprob[part], entropies, lse[part])\n"
 )
-SHIFTED = "        logprob[t] = canonical(chosen[t] - pair[0]) if 0 <= targets[t] < vocabulary else 0\n"
-GRADIENT = "            emit_gradients((rows, *own, start))\n"
+SHIFTED = "        logprob[t] = row[4] if 0 <= targets[t] < vocabulary else 0\n"
+GRADIENT = "        emit_gradients((tokens, *own, start))\n"
 SUMS = (
     "            for first in range(0, tokens, TOKEN_BLOCK):\n"
     "                depth = min(TOKEN_BLOCK, tokens - first)\n"
 )
 ACCUMULATED = "    if dweight is not None and not accumulate:\n"
-CALLS = ("BLOCK = 128\n", "BLOCK = 128\nCALLS = [0]\n")
+CALLS = ("PIECE = 8\n", "PIECE = 8\nCALLS = [0]\n")
 FEWER = ("ROWS = 6\n", "ROWS = 2\n")  # which compiles faster
 FILES = "TURN = len(list(__import__('pathlib').Path(__file__).parent.glob('*.py'))) % 2\n"
 
@@ -51,7 +51,7 @@ MISTAKES = (
     Control(
         "the order of the sum follows the process",
         "fresh_process/update",
-        (("BLOCK = 128\n", "BLOCK = 128\n" + FILES), turned("TURN")),
+        (("PIECE = 8\n", "PIECE = 8\n" + FILES), turned("TURN")),
     ),
     Control("the order of the sum follows the row's place", "batch/prefill", (turned("(t + r) % 2"),)),
     Control(
@@ -84,8 +84,8 @@ MISTAKES = (
         (
             (
                 GRADIENT,
-                GRADIENT + "            for r in range(rows):\n                if (t + r) % 2:\n"
-                "                    g[block, t + r] *= np.float32(1.0000002)\n",
+                GRADIENT + "        for t in range(tokens):\n            if t % 2:\n"
+                "                g[block, t] *= np.float32(1.0000002)\n",
             ),
         ),
     ),
@@ -121,6 +121,11 @@ MISTAKES = (
         "another order under the same bits id",
         "implementations_agree/update",
         (("for distance in (8, 4, 2, 1):", "for distance in (1, 2, 4, 8):"),),
+    ),
+    Control(
+        "chains of another length under the same bits id",
+        "implementations_agree/prefill",
+        (('"k_block": K_BLOCK}', '"k_block": 128}'), ("K_BLOCK = 128\n", "K_BLOCK = 64\n")),
     ),
     Control(
         "the temperature is forgotten",

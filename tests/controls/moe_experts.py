@@ -2,12 +2,12 @@
 
 from tests.controls.rows import Control
 
-AXES = {"width": 40, "intermediate": 24, "experts": 4, "top_k": 2}
+AXES = {"width": 140, "intermediate": 24, "experts": 4, "top_k": 2}
 
-CHAIN = "    chain(down[expert], block[:inside], found)\n"
+CHAIN = "    chain(down[expert], block[:inside], found, blocks_of(inside), False)\n"
 HOST = "        one(x[rows], weights[rows], experts[rows], gate_up, down, out[rows])\n"
-DX = "        chain(gate_up[expert].T, block, found)\n"
-MATRIX = "    chain(left[start : start + rows.shape[0], first:last], right[first:last], rows)\n"
+DX = "        chain(gate_up[expert].T, block, found, blocks_of(2 * inside), True)\n"
+MATRIX = "    chain(own, right[first:last], rows, ends[:count], True)\n"
 GRADIENT = "    whole = pieces(starts, max(1, len(order)))\n"
 CALLS = ("ROWS = 64\n", "ROWS = 64\nCALLS = [0]\n")
 FILES = "TURN = len(list(__import__('pathlib').Path(__file__).parent.glob('*.py'))) % 2\n"
@@ -66,7 +66,8 @@ CONTROLS = (
             (
                 DX,
                 "        if order[first] % 2:\n"
-                "            chain(gate_up[expert].T[:, ::-1], block[::-1], found)\n"
+                "            turned = gate_up[expert].T[:, ::-1]\n"
+                "            chain(turned, block[::-1], found, blocks_of(2 * inside), True)\n"
                 f"        else:\n    {DX}",
             ),
         ),
@@ -78,7 +79,7 @@ CONTROLS = (
             (
                 MATRIX,
                 "    part = np.zeros(rows.shape, np.float32)\n"
-                + MATRIX.replace(", rows)", ", part)")
+                + MATRIX.replace(", rows,", ", part,")
                 + "    rows += part\n",
             ),
         ),
@@ -98,6 +99,16 @@ CONTROLS = (
         "another order under the same bits id", "implementations_agree/update", (other_order("first >= 0"),)
     ),
     Control(
+        "chains of another length under the same bits id",
+        "implementations_agree/prefill",
+        (("found, blocks_of(inside)", "found, np.array([8, inside])"),),
+    ),
+    Control(
+        "pairs of several blocks of tokens are one chain",
+        "gradient_accumulation/backward",
+        ((" or order[i] // top_k // BLOCK != order[begin] // top_k // BLOCK:", ":"),),
+    ),
+    Control(
         "gates are not closed",
         "accuracy_out/update",
         (
@@ -111,7 +122,7 @@ CONTROLS = (
     Control(
         "the gradient of the weights forgets up",
         "accuracy_dweights/backward",
-        (("fma(dact[i, r], act[i, r], projected[r])", "fma(dact[i, r], silu, projected[r])"),),
+        (("fma(dact[i, r], act[i, r], part[r])", "fma(dact[i, r], silu, part[r])"),),
     ),
     Control(
         "the gradient of gate and up forgets the weight",

@@ -10,7 +10,7 @@ NORMALIZE = (
 )
 HOST = "    share(normalize, (q, k, q_weight, k_weight, np.float32(eps), q_out, k_out), len(q), threads)\n"
 DX = "                    y[j] = canonical(r * fma(-c, a[j] * r, d[j] * w[j]))\n"
-BLOCKS = "            if count % BLOCK == 0 or count == heads:\n"
+BLOCKS = "        ends = (t + 1) % TOKEN_BLOCK == 0 or t + 1 == x.shape[0]\n"
 HALVES = "    sums, half = b.select(there, add(sums, *tails), sums), LANES // 2\n    while half:\n"
 
 
@@ -79,7 +79,7 @@ CONTROLS = (
     Control(
         "blocks of heads follow their number",
         "gradient_accumulation/backward",
-        ((BLOCKS, BLOCKS.replace("BLOCK", "(BLOCK if heads > 300 else 16)")),),
+        ((BLOCKS, BLOCKS.replace("TOKEN_BLOCK", "(TOKEN_BLOCK if x.shape[0] > 70 else 16)")),),
     ),
     Control(
         "the first gradient is another",
@@ -128,7 +128,7 @@ CONTROLS = (
         Control(
             f"the gradient {name} lacks the factor",
             f"accuracy_{name}/backward",
-            (("part[j] = fma(d[j], a[j] * r, part[j])", "part[j] = fma(d[j], a[j], part[j])"),),
+            (("one[j] = fma(d[j], a[j] * r, one[j])", "one[j] = fma(d[j], a[j], one[j])"),),
         )
         for name in ("dq_weight", "dk_weight")
     ),

@@ -5,20 +5,22 @@ from tests.controls.rows import Control
 AXES = {"width": 72}
 
 NORMALIZE = (
-    "        r = factor(x[t], eps, lanes)\n        for j in range(weight.size):\n            out[t, j]"
+    "        r = factor(place, width, eps)\n        for j in range(width):\n"
+    "            y[j] = canonical(a[j] * r * w[j])\n"
 )
-ROWWISE = "            out[t, j] = canonical(x[t, j] * r * weight[j])\n"
 HOST = "    share(normalize, (x, weight, np.float32(eps), out), len(x), threads_of(x))\n"
-DX = "                dx[t, j] = canonical(r * fma(-c, x[t, j] * r, dout[t, j] * weight[j]))\n"
+DX = "                y[j] = canonical(r * fma(-c, a[j] * r, d[j] * w[j]))\n"
+HALVES = "    sums, half = b.select(there, add(sums, *tails), sums), LANES // 2\n    while half:\n"
 BLOCKS = "    for first in range(0, x.shape[0], BLOCK):\n"
 
 
 def other_order(condition: str) -> tuple[str, str]:
-    """The sum of squares from the other end where a condition holds."""
+    """The factor loses its last bit where a condition holds."""
     return (
         NORMALIZE,
-        f"        r = factor(x[t][::-1] if {condition} else x[t], eps, lanes)\n"
-        "        for j in range(weight.size):\n            out[t, j]",
+        NORMALIZE.replace(
+            "eps)\n", f"eps)\n        if {condition}:\n            r = np.nextafter(r, ZERO)\n", 1
+        ),
     )
 
 
@@ -28,26 +30,25 @@ WEIGHT = "        share(differentiate_weight, (x, dout, factors, dweight), x.sha
 
 CONTROLS = (
     Control(
-        "the first call adds in another order",
+        "the first call rounds otherwise",
         "rerun/update",
         (
             CALLS,
             (
                 HOST,
-                "    CALLS[0] += 1\n    turn = -1 if CALLS[0] == 1 else 1\n"
-                + HOST.replace("(x, weight,", "(x[:, ::turn], weight[::turn],").replace(
-                    "out)", "out[:, ::turn])"
-                ),
+                "    CALLS[0] += 1\n"
+                + HOST
+                + "    if CALLS[0] == 1:\n        np.nextafter(out, np.float32(0), out=out)\n",
             ),
         ),
     ),
     Control(
-        "the order of the sum follows the process",
+        "the factor follows the process",
         "fresh_process/update",
         (("LANES = 16\n", "LANES = 16\n" + FILES), other_order("TURN")),
     ),
     Control(
-        "the order of the sum follows the row's place",
+        "the factor follows the row's place",
         "batch/prefill",
         (other_order("t % 2"),),
     ),
@@ -56,8 +57,11 @@ CONTROLS = (
         "padding/update",
         (
             (
-                ROWWISE,
-                "            out[t, j] = canonical(x[t, j] * r * weight[j] + ZERO * x[stop - 1, j])\n",
+                NORMALIZE,
+                NORMALIZE.replace(
+                    "y[j] = canonical(a[j] * r * w[j])",
+                    "y[j] = canonical(a[j] * r * w[j] + ZERO * x[stop - 1, j])",
+                ),
             ),
         ),
     ),
@@ -81,9 +85,9 @@ CONTROLS = (
             (
                 DX,
                 DX.replace(
-                    "r * fma(-c, x[t, j] * r, dout[t, j] * weight[j])",
-                    "(r * fma(-c, x[t, j] * r, dout[t, j] * weight[j])) if t % 2 else "
-                    "(r * (dout[t, j] * weight[j]) - r * (c * (x[t, j] * r)))",
+                    "r * fma(-c, a[j] * r, d[j] * w[j])",
+                    "(r * fma(-c, a[j] * r, d[j] * w[j])) if t % 2 else "
+                    "(r * (d[j] * w[j]) - r * (c * (a[j] * r)))",
                 ),
             ),
         ),
@@ -118,30 +122,27 @@ CONTROLS = (
         "another order under the same bits id",
         "implementations_agree/update",
         (
-            (
-                "    half = LANES // 2\n    while half:\n        for lane in range(half):\n"
-                "            lanes[lane] += lanes[lane + half]\n        half //= 2\n    return lanes[0]\n",
-                "    for lane in range(1, LANES):\n        lanes[0] += lanes[lane]\n    return lanes[0]\n",
-            ),
+            (HALVES, HALVES.replace("LANES // 2", "1").replace("while half", "while half < LANES")),
+            ("        half //= 2\n", "        half *= 2\n"),
         ),
     ),
     Control(
         "eps is forgotten",
         "accuracy_out/update",
-        (("np.sqrt(halved(lanes) / np.float32(width) + eps)", "np.sqrt(halved(lanes) / np.float32(width))"),),
+        (("/ np.float32(width) + eps)", "/ np.float32(width))"),),
     ),
     Control(
         "the gradient lacks its projection",
         "accuracy_dx/backward",
-        ((DX, DX.replace("fma(-c, x[t, j] * r, dout[t, j] * weight[j])", "(dout[t, j] * weight[j])")),),
+        ((DX, DX.replace("fma(-c, a[j] * r, d[j] * w[j])", "(d[j] * w[j])")),),
     ),
     Control(
         "the gradient of the weight lacks the factor",
         "accuracy_dweight/backward",
         (
             (
-                "part[j] = fma(dout[t, start + j], x[t, start + j] * r, part[j])",
-                "part[j] = fma(dout[t, start + j], x[t, start + j], part[j])",
+                "part[j] = fma(d[j], a[j] * r, part[j])",
+                "part[j] = fma(d[j], a[j], part[j])",
             ),
         ),
     ),

@@ -13,7 +13,8 @@ import interpreted
 import numpy as np
 import torch
 
-from kernelbraid.audit.checks import compare, gather, relative_error
+from kernelbraid.audit.accuracy import relative_error
+from kernelbraid.audit.checks import compare, gather
 from kernelbraid.ops import get
 from kernelbraid.ops.problem import Layout, ProblemShape, View
 

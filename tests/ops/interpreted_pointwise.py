@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from interpreted import tensor
 
-from kernelbraid.audit.checks import compare, gather, relative_error
+from kernelbraid.audit.accuracy import relative_error
+from kernelbraid.audit.checks import compare, gather
 from kernelbraid.ops import get
 from kernelbraid.ops.formats import BFLOAT16
 from kernelbraid.ops.problem import Layout, ProblemShape, View

@@ -34,15 +34,38 @@ def test_values_and_gradients_are_the_formulas(tokens, features, bias):
         assert (ours - best).norm() < 1e-6 * best.norm()
 
 
-def test_every_row_is_one_chain_of_fused_multiply_adds():
-    """The order of README.md in float64, where a product of float32 numbers is exact."""
+def in_blocks(a, b, block):
+    """a @ b by the order of README.md, in float64, where a product of float32 numbers is exact."""
+    total = torch.zeros(len(a), b.shape[1])
+    for first in range(0, a.shape[1], block):
+        chain = torch.zeros(total.shape, dtype=torch.float64)
+        for k in range(first, min(first + block, a.shape[1])):
+            chain = (chain + a[:, k, None].double() * b[None, k].double()).float().double()
+        total = total + chain.float()
+    return total
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 11, 70, 400])
+@pytest.mark.parametrize("width", [50, 128, 144, 200, 272, 300])
+def test_sums_are_chains_of_fused_multiply_adds_in_blocks(tokens, width):
     generator = torch.Generator().manual_seed(3)
-    x = torch.randint(-64, 64, (11, 50), generator=generator).float() / 7
-    weight = torch.randint(-64, 64, (70, 50), generator=generator).float() / 3
-    total = torch.zeros(11, 70, dtype=torch.float64)
-    for k in range(50):
-        total = (total + x[:, k, None].double() * weight[None, :, k].double()).float().double()
-    assert same([linear(x, weight)], [total.float()])
+    x = torch.randint(-64, 64, (tokens, width), generator=generator).float() / 7
+    weight = torch.randint(-64, 64, (140, width), generator=generator).float() / 3
+    dout = torch.randint(-64, 64, (tokens, 140), generator=generator).float() / 5
+    bias = torch.randn(140, generator=generator)
+    assert same([linear(x, weight)], [in_blocks(x, weight.T, 128)])
+    assert same([linear(x, weight, bias)], [in_blocks(x, weight.T, 128) + bias])
+    found = registered.differentiate(x, weight, bias, dout, [True, True, True])
+    ones = torch.ones(1, tokens)
+    assert same(found, [in_blocks(dout, weight, 128), in_blocks(dout.T, x, 64), in_blocks(ones, dout, 16)[0]])
+
+
+@pytest.mark.parametrize("features", [(576, 192), (2048, 128)])
+def test_results_are_as_near_to_float64_as_the_vendors(features):
+    x, weight = inputs(200, features, bias=False)
+    exact = x.double() @ weight.double().T
+    ours, theirs = linear(x, weight), torch.nn.functional.linear(x, weight)
+    assert (ours - exact).norm() <= 1.25 * max((theirs - exact).norm(), 1e-7 * exact.norm())
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])

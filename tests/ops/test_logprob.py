@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.ops.public import check_differentiable, gradients, same
 
-from kernelbraid import head_logits, logprob, logprob_of_logits, next_token_logprobs
+from kernelbraid import head_logits, linear, logprob, logprob_of_logits, next_token_logprobs
 from kernelbraid.ops.logprob import reference, registered
 
 TOKENS, WIDTH, VOCABULARY = 37, 100, 421
@@ -52,6 +52,29 @@ def test_entropy_without_a_gradient_of_its_own_changes_nothing():
     alone = gradients(logprob, (x, weight, targets))
     beside = gradients(lambda *t: logprob(*t, return_entropy=True)[0], (x, weight, targets))
     assert same(alone, beside)
+
+
+@pytest.mark.parametrize("width", [WIDTH, 128, 300, 576])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_logits_are_those_of_a_linear_layer(tokens, width):
+    x, weight, _ = inputs(tokens, width)
+    assert same([head_logits(x, weight)], [linear(x, weight)])
+
+
+def test_errors_do_not_grow_with_the_logits():
+    """Tokens that are nearly certain: lse has a last bit of 4e-6 here, what follows has not."""
+    logits = torch.full((4, 300), 45.0)
+    logits[:, 7] = torch.tensor([53.0, 56.0, 60.0, 70.0])
+    targets = torch.full((4,), 7)
+    exact = torch.log_softmax(logits.double(), 1)[:, 7]
+    found = logprob_of_logits(logits, targets, temperature=1.0)
+    assert ((found - exact).abs() < 5e-7).all()
+    x, weight, targets = torch.ones(1, 1), torch.full((300, 1), 45.0), torch.tensor([7])
+    weight[7] = 55.3
+    wanted = gradients(lambda *t: reference.logprob(*t, 1.0)[0], (x.double(), weight.double(), targets))
+    ours = gradients(lambda *t: logprob(*t, temperature=1.0), (x, weight, targets))
+    for mine, best in zip(ours, wanted, strict=True):
+        assert (mine - best).norm() < 2e-4 * best.norm()
 
 
 def test_rollout_and_update_agree():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.ops.public import check_differentiable, gradients, same
 
-from kernelbraid import moe_experts, moe_router
-from kernelbraid.ops.moe_experts import reference, registered
+from kernelbraid import linear, moe_experts, moe_router
+from kernelbraid.ops.moe_experts import cpu, reference, registered
 
 TOKENS, WIDTH, INSIDE, EXPERTS, TOP_K = 37, 33, 20, 5, 3
 
@@ -45,6 +45,15 @@ def test_values_and_gradients_are_the_formulas(load):
     wanted = gradients(reference.moe_experts, doubled(tensors))
     for ours, best in zip(gradients(moe_experts, tensors), wanted, strict=True):
         assert (ours - best).norm() <= 1e-6 * best.norm()
+
+
+@pytest.mark.parametrize(("tokens", "width", "inside"), [(1, 200, 150), (70, 128, 16), (150, 300, 260)])
+def test_products_have_the_order_of_a_linear_layer(tokens, width, inside):
+    x, _, _, gate_up, down = inputs(tokens, width, inside, 1, 1)
+    found = moe_experts(x, torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), gate_up, down)
+    gate, up = linear(x, gate_up[0]).split(inside, 1)
+    sigmoid = torch.tensor([cpu.sigmoid(x) for x in gate.flatten().numpy()]).view_as(gate)
+    assert same([found], [linear(gate * sigmoid * up, down[0])])
 
 
 @pytest.mark.parametrize(

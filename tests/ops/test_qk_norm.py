@@ -1,5 +1,6 @@
 """The public QK norm: values, gradients, registration, refusals."""
 
+import numpy as np
 import pytest
 import torch
 from tests.ops.public import check_differentiable, gradients, same
@@ -48,7 +49,39 @@ def alone(q, k, q_weight, k_weight):
 def test_values_and_gradients_have_the_bits_of_rms_norm_on_heads(sizes):
     tensors = inputs(*sizes)
     assert same([together(*tensors)], [alone(*tensors)])
-    assert same(gradients(together, tensors), gradients(alone, tensors))
+    assert same(gradients(together, tensors)[:2], gradients(alone, tensors)[:2])
+
+
+def in_order(terms):
+    """Rounded to float32 after every term, as a fused multiply-add is."""
+    total = np.zeros(terms[0].shape, np.float32)
+    for term in terms:
+        total = (np.longdouble(total) + term).astype(np.float32)
+    return total
+
+
+def folded(terms):
+    """[T, H, D] added over tokens and heads in the order of README.md; the terms are exact."""
+    total = np.zeros(terms.shape[2], np.float32)
+    for first in range(0, len(terms), 64):
+        sums = list(terms[first : first + 64].reshape(-1, terms.shape[2]))
+        for _ in range(3):
+            sums = [in_order(sums[i : i + 8]) for i in range(0, len(sums), 8)]
+        total = in_order([total, *sums])
+    return total
+
+
+@pytest.mark.parametrize("sizes", [(130, 9, 3, 64), (64, 8, 1, 16), (5, 1, 1, 1)])
+def test_gradients_of_weights_are_added_in_the_stated_order(sizes):
+    q, k, *weights = inputs(*sizes)
+    factored = together(q, k, *map(torch.ones_like, weights))
+    dout = torch.randn(factored.shape, generator=torch.Generator().manual_seed(5))  # as gradients() draws it
+    terms = np.longdouble(dout.numpy()) * np.longdouble(factored.numpy())
+    heads = q.shape[1]
+    wanted = [torch.from_numpy(folded(part)) for part in (terms[:, :heads], terms[:, heads:])]
+    assert same(gradients(together, (q, k, *weights))[2:], wanted)
+    plain = torch.from_numpy(in_order(list(terms[:, :heads].reshape(-1, q.shape[2]))))
+    assert same(wanted[:1], [plain]) == (len(q) * heads <= 8)
 
 
 def test_bits_are_the_same_however_it_is_called():

@@ -9,7 +9,7 @@ import json
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -42,6 +42,8 @@ def bench(
     protocols: Sequence[Protocol] = PROTOCOLS,
     longest: float = LONGEST_SECONDS,
     progress: Callable[[str], None] = lambda _: None,
+    folder: Path | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Measure the shipped implementation beside its peers.
 
@@ -51,6 +53,8 @@ def bench(
         protocols: `warm` (one call's buffers, again and again), `cold` (caches swept, distinct calls).
         longest: leave out workloads of which one call must take longer than so many seconds on this machine.
         progress: told of each step in a few words.
+        folder: `write` the document there, and anew after every row, so that an interruption loses little.
+        resume: keep the rows that `folder` has of this grid, of the same subject, and measure the others.
 
     Returns:
         A JSON-able document: `environment`, `commit`, `rows`, and with their reasons `skipped` workloads and
@@ -65,10 +69,22 @@ def bench(
     environment = fingerprint(operator.backend)
     certificate = local_certificate(operator)
     certified = certificate is not None and certificate.implementation == source.sha256
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        "operator": operator.name,
+        "contract": operator.contract.hash,
+        "environment": {**asdict(environment), "versions": dict(environment.versions)},
+        **commit(),
+        "rows": [],
+        "skipped": [],
+        "failed_peers": {},
+    }
+    rows, skipped = document["rows"], document["skipped"]
+    if resume and folder is not None:
+        rows += _measured(_read(place(document, folder)), document, source.sha256, grids)
+    done = {_key(row) for row in rows}
     with tempfile.TemporaryDirectory(prefix="kernelbraid-bench-") as scratch:
         run = SideBySide(operator, {OURS: source}, environment, Path(scratch), confirm=OURS)
+        document["failed_peers"] = run.left_out
         for name, workloads in grids.items():
             short = []
             for workload in workloads:
@@ -78,21 +94,38 @@ def bench(
                     continue
                 reason = f"one call takes at least {least:.1f} s on this machine"
                 skipped.append({"grid": name, "workload": workload.flat(), "reason": reason})
-            if not certified:
+            left = {
+                p: [each for each in short if _named(name, each.flat(), p) not in done] for p in protocols
+            }
+            if not certified and any(left.values()):
                 progress(f"grid {name}: checking")
-            verified = certified or _screened(run, short)
+            verified = certified or (any(left.values()) and _screened(run, short))
             for protocol in protocols:
-                for row in run.rows(short, protocol, progress):
+                for row in run.rows(left[protocol], protocol, progress):
                     rows.append(_document(name, row, source.sha256, verified))
-    return {
-        "operator": operator.name,
-        "contract": operator.contract.hash,
-        "environment": {**asdict(environment), "versions": dict(environment.versions)},
-        **commit(),
-        "rows": rows,
-        "skipped": skipped,
-        "failed_peers": run.left_out,
-    }
+                    if folder is not None:
+                        write(document, folder)
+    if folder is not None:
+        write(document, folder)
+    return document
+
+
+def _measured(
+    before: dict[str, Any] | None, document: dict[str, Any], source: str, grids: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Verified rows of these grids that an earlier document of the same subject holds."""
+    if before is None or _subject(before) != (*_subject(document)[:-1], {source}):
+        return []
+    return [row for row in before["rows"] if row["grid"] in grids and row["verified"]]
+
+
+def _key(row: dict[str, Any]) -> str:
+    return _named(row["grid"], row["workload"], row["protocol"])
+
+
+def _named(grid: str, workload: Mapping[str, Any], protocol: str) -> str:
+    """One row of a document, by name."""
+    return json.dumps([grid, protocol, workload], sort_keys=True)
 
 
 def _document(grid: str, row: Row, implementation: str, verified: bool) -> dict[str, Any]:
@@ -116,14 +149,19 @@ def write(document: dict[str, Any], folder: Path) -> Path:
     What the file holds of other grids stays there if it is of the same implementation, contract, device and
     versions.
     """
-    architecture = str(document["environment"]["architecture"])
-    path = folder / architecture / f"{document['operator']}.bench.json"
+    path = place(document, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = _joined(_read(path), document)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     temporary.replace(path)
     return path
+
+
+def place(document: dict[str, Any], folder: Path) -> Path:
+    """Where a document is written under a folder."""
+    architecture = str(document["environment"]["architecture"])
+    return folder / architecture / f"{document['operator']}.bench.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import secrets
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ PROCESSES = 3
 """Fresh processes of every contender; a time is the median over their means."""
 GROUP_BYTES = {"cpu": 1 << 30, "cuda": 24 << 30}
 """Inputs of the workloads that are measured by the same processes; on a GPU starting one takes seconds."""
+GROUP_MOST = 16
+"""Workloads of a group at most: what is measured is written group by group."""
 LIMITS = Limits(run_seconds=300.0, memory_bytes=8 << 30)
 
 
@@ -71,7 +74,7 @@ class SideBySide:
         self.machine = Machine.of(environment)
         self.confirm = confirm
         self.left_out: dict[str, str] = {}
-        """Entry point of a peer that failed -> why."""
+        """Entry point of a peer that failed, and the constant axes for which it did -> why."""
         self._peer_file = ops.source(operator, operator.peer_file)
         self._sweep = sweep_of(operator.backend, environment.cache_bytes)
         self._scratch = scratch
@@ -92,16 +95,35 @@ class SideBySide:
     ) -> Iterator[Row]:
         """Measure workloads, several by the same processes where their inputs fit into memory together.
 
-        A peer that fails is left out from then on.
+        A peer that fails is left out from then on where constant axes are the same.
 
         Raises:
             ContenderFailure: a source's process failed.
             WorkerFailure: another process gave other bits.
         """
-        for group in self._groups(workloads):
-            phases = ", ".join(each.phase for each in group)
-            tell(f"measuring {protocol}: {phases}")
-            yield from self._measure(group, protocol)
+        waiting = list(self._groups(workloads))
+        while waiting:
+            group = waiting.pop(0)
+            phases = Counter(each.phase for each in group)
+            tell(f"measuring {protocol}: {', '.join(f'{count} {phase}' for phase, count in phases.items())}")
+            try:
+                yield from self._measure(group, protocol)
+            except ContenderFailure as failed:
+                if failed.name in self.sources:
+                    raise
+                waiting[:0] = self._without(failed, group)
+
+    def _without(
+        self, failed: ContenderFailure, group: tuple[Workload, ...]
+    ) -> tuple[tuple[Workload, ...], ...]:
+        """What to measure in place of a group in which a peer failed: its parts by axes, or it without."""
+        apart: dict[tuple[tuple[str, int], ...], list[Workload]] = {}
+        for workload in group:
+            apart.setdefault(tuple(self.operator.constant_axes(workload).items()), []).append(workload)
+        if len(apart) == 1:
+            peer = next(peer for peer in self._peers(group[0]) if peer.name == failed.name)
+            self.left_out[self._place(peer, group[0])] = failed.failure.reason
+        return tuple(tuple(each) for each in apart.values())
 
     def _measure(self, workloads: Sequence[Workload], protocol: Protocol) -> Iterator[Row]:
         seconds = self._estimate(workloads)
@@ -128,7 +150,7 @@ class SideBySide:
         theirs: tuple[TimedProgram, ...],
         protocol: Protocol,
     ) -> list[Round]:
-        """Rounds of the sources and of the peers of such a workload; a peer that fails is left out."""
+        """Rounds of the sources and of the peers of such a workload."""
         contenders = [
             Contender(name, source, self.operator.entry_points, ours, twin=name == self.confirm)
             for name, source in self.sources.items()
@@ -136,15 +158,8 @@ class SideBySide:
         for peer in self._peers(workload):
             contenders.append(Contender(peer.name, self._peer_file, {"peer": peer.entry_point}, theirs))
         ahead = PROCESSES if self.operator.backend == "cuda" else 1
-        try:
-            with Rounds(contenders, self._start, self._sweep, protocol, ahead=ahead) as rounds:
-                return [rounds.measure() for _ in range(PROCESSES)]
-        except ContenderFailure as failed:
-            if failed.name in self.sources:
-                raise
-            entry_point = next(peer.entry_point for peer in self._peers(workload) if peer.name == failed.name)
-            self.left_out[entry_point] = failed.failure.reason
-            return self._rounds(workload, ours, theirs, protocol)
+        with Rounds(contenders, self._start, self._sweep, protocol, ahead=ahead) as rounds:
+            return [rounds.measure() for _ in range(PROCESSES)]
 
     def _start(self, contender: Contender) -> Worker:
         return self.worker(contender.source, contender.entry_points)
@@ -167,13 +182,18 @@ class SideBySide:
         for workload in workloads:
             size = 2 * max(self.operator.cost(workload).bytes, COLD_CACHES * self.machine.cache_bytes)
             full = held + size > GROUP_BYTES[self.operator.backend]
-            if members and (full or self._peers(workload) != self._peers(members[0])):
+            other = bool(members) and self._peers(workload) != self._peers(members[0])
+            if members and (full or other or len(members) == GROUP_MOST):
                 yield tuple(members)
                 members, held = [], 0.0
             members.append(workload)
             held += size
         if members:
             yield tuple(members)
+
+    def _place(self, peer: Peer, workload: Workload) -> str:
+        axes = ", ".join(f"{name} {value}" for name, value in self.operator.constant_axes(workload).items())
+        return f"{peer.entry_point} ({axes})" if axes else peer.entry_point
 
     def _peers(self, workload: Workload) -> tuple[Peer, ...]:
         ragged = any(isinstance(sizes, tuple) and len(set(sizes)) > 1 for sizes in workload.shape.values())
@@ -183,7 +203,7 @@ class SideBySide:
             if workload.phase in peer.phases
             and not (peer.uniform and ragged)
             and (not peer.module or importable(peer.module))
-            and peer.entry_point not in self.left_out
+            and self._place(peer, workload) not in self.left_out
         )
 
 

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kernelbraid.audit.accuracy import Errors
 from kernelbraid.audit.cases import Case, Execution, Process, cases, vacuous
 from kernelbraid.audit.drawings import Plan
-from kernelbraid.contract import HALF_ULP, AccuracyBound, Requirement
+from kernelbraid.contract import AccuracyBound, Requirement
 from kernelbraid.ir.evidence import Difference, Verdict
 from kernelbraid.ops.formats import bits_type
 from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, ProblemShape, Program, Rows
@@ -24,8 +25,6 @@ from kernelbraid.ops.problem import WHOLE_PROBLEM, Array, Operator, Problem, Pro
 _VENDOR = Lock()
 """Held while the vendor's kernel runs: torch chooses among its kernels by process-wide switches."""
 
-PIECE = 1 << 20
-"""Numbers whose errors are added up at a time."""
 REMEMBERED_BYTES = 384 << 20
 """Results and problems kept for the next cases, least recently used dropped first."""
 
@@ -245,10 +244,12 @@ def check(
     memory = memory or Memory(operator, runner)
     done = compared = 0
     worst: float | None = None
+    last: Case | None = None
+    errors = Errors(_bound(operator, requirement.name)) if requirement.kind == "accuracy" else None
     for case in cases(operator, requirement, plan):
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(f"the time for checks ended before {case.id}")
-        verdict = run_case(operator, case, memory)
+        verdict, last = run_case(operator, case, memory, errors), case
         done, compared = done + 1, compared + verdict.comparisons
         if verdict.error is not None:
             worst = max(verdict.error, worst or 0.0)
@@ -256,6 +257,12 @@ def check(
             return Verdict(requirement.id, False, done, compared, worst, verdict.difference)
     if not done and not vacuous(requirement, plan):
         raise ValueError(f"no case tests {requirement.id}")
+    if errors is not None and last is not None and compared:
+        found = errors.together()
+        worst = max(found.ratio, worst or 0.0)
+        if found.ratio > 1:
+            where = Difference(last.id, last.seed, found.test, f"{found.ratio:.3g}", "1", None, 0)
+            return Verdict(requirement.id, False, done, compared, worst, where)
     return Verdict(requirement.id, True, done, compared, worst)
 
 
@@ -284,11 +291,11 @@ def together(before: Verdict | None, now: Verdict) -> Verdict:
     )
 
 
-def run_case(operator: Operator, case: Case, memory: Memory) -> Verdict:
-    """Run one case and return its verdict."""
+def run_case(operator: Operator, case: Case, memory: Memory, errors: Errors | None = None) -> Verdict:
+    """Run one case and return its verdict; `errors` takes in those of a case of an accuracy bound."""
     left = memory.rows(case.shape, case.seed, case.left)
     if case.right is None:
-        return _accuracy(operator, case, left, memory)
+        return _accuracy(operator, case, left, memory, errors)
     for execution in case.between:
         memory.rows(case.shape, case.seed, execution)
     right = memory.rows(case.shape, case.seed, case.right)
@@ -326,83 +333,44 @@ def _place(key: tuple[str, int], index: tuple[int, ...], shape: ProblemShape) ->
     return f"{quantity} of request {request}, row {row} (position {position}), index {list(index[1:])}"
 
 
-def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory) -> Verdict:
-    """Relative error over all rows of a case, as a multiple of what the bound allows."""
-    bound = next(b for b in operator.contract.accuracy if f"accuracy_{b.quantity}" == case.relation)
+def _accuracy(operator: Operator, case: Case, left: Rows, memory: Memory, errors: Errors | None) -> Verdict:
+    """The worst of what a bound's tests of single cases find, as a multiple of what they allow."""
+    bound = _bound(operator, case.relation)
     exact = memory.exact(case.shape, case.seed)
     if all(quantity != bound.quantity for quantity, _ in exact):
         return Verdict(case.requirement, True, 1, 0)  # not there under these constant axes
     ours = {key: value[0] for key, value in left.items() if key[0] == bound.quantity}
-    bound = _at_case(bound, memory.problem(case.shape, case.seed), exact)
-    allowed = _allowed(bound, exact, memory.vendor(case.shape, case.seed))
-    found = relative_error(ours, exact)
+    vendor = memory.vendor(case.shape, case.seed)
+    theirs = {key: vendor[key] for key in ours} if ours.keys() <= vendor.keys() else {}
+    found = (errors or Errors(bound)).add(ours, exact, theirs, bound.least(case.shape.dtype))
     compared = sum(value.size for value in ours.values())
     assert compared, f"{case.id} compares nothing"
-    error = found / allowed
-    if error <= 1:
-        return Verdict(case.requirement, True, 1, compared, error)
-    key, index = _worst(ours, exact)
-    place = (
-        f"{_place(key, index, case.shape)}: relative error {found:.3g} of this case, {allowed:.3g} allowed"
-    )
+    if found.ratio <= 1:
+        return Verdict(case.requirement, True, 1, compared, found.ratio)
+    key, index = _worst(ours, exact, found.row)
     values = describe(ours[key][index]), repr(float(exact[key][index]))
-    return Verdict(
-        case.requirement, False, 1, compared, error, Difference(case.id, case.seed, place, *values, None, 0)
-    )
+    place = f"{_place(key, index, case.shape)}: {found.test}"
+    difference = Difference(case.id, case.seed, place, *values, None, 0)
+    return Verdict(case.requirement, False, 1, compared, found.ratio, difference)
 
 
-def _at_case(bound: AccuracyBound, problem: Problem, exact: Rows) -> AccuracyBound:
-    """A bound whose floor is that of a case: of its dtype, and of what cancels in it."""
-    floor = bound.least(problem.shape.dtype)
-    if bound.noise:
-        wanted = [value for (quantity, _), value in exact.items() if quantity == bound.quantity]
-        norm, added = _norm(wanted), _norm([request[bound.of] for request in problem.requests])
-        if norm:
-            floor = max(floor, bound.noise * HALF_ULP["float32"] * added / norm)
-    return replace(bound, floor=floor)
+def _bound(operator: Operator, name: str) -> AccuracyBound:
+    return next(b for b in operator.contract.accuracy if f"accuracy_{b.quantity}" == name)
 
 
-def _norm(arrays: Sequence[Array]) -> float:
-    """The root of the sum of squares of all finite numbers."""
-    numbers = (np.asarray(array, np.float64) for array in arrays)
-    return math.sqrt(sum(float(np.sum(array[np.isfinite(array)] ** 2)) for array in numbers))
-
-
-def _allowed(bound: AccuracyBound, exact: Rows, vendor: Rows) -> float:
-    """The bound of a case: a multiple of the vendor's error on the same input, or the floor."""
-    theirs = {key: value for key, value in vendor.items() if key[0] == bound.quantity}
-    return max(bound.floor, bound.factor * relative_error(theirs, exact)) if theirs else bound.floor
-
-
-def relative_error(rows: Rows, exact: Rows) -> float:
-    """Return ||rows - exact|| / ||exact|| over all given rows; infinite where only one of them is finite."""
-    distance = norm = 0.0
-    for key, value in rows.items():
-        flat, other = exact[key].reshape(-1), value.reshape(-1)
-        assert exact[key].shape == value.shape, (key, exact[key].shape, value.shape)
-        for at in range(0, flat.size, PIECE):  # a model's head is too large to be taken as one
-            wanted = flat[at : at + PIECE].astype(np.float64)
-            given = other[at : at + PIECE].astype(np.float64)
-            finite = np.isfinite(wanted)
-            if not finite.all():
-                if not np.array_equal(given[~finite], wanted[~finite], equal_nan=True):
-                    return math.inf
-                given, wanted = given[finite], wanted[finite]
-            if not np.isfinite(given).all():
-                return math.inf
-            distance += float(np.sum((given - wanted) ** 2))
-            norm += float(np.sum(wanted**2))
-    return math.sqrt(distance / norm) if norm else (math.inf if distance else 0.0)
-
-
-def _worst(rows: Rows, exact: Rows) -> tuple[tuple[str, int], tuple[int, ...]]:
-    """Key and index of the largest absolute error."""
+def _worst(rows: Rows, exact: Rows, row: int | None) -> tuple[tuple[str, int], tuple[int, ...]]:
+    """Key and index of the largest absolute error: of all rows, or of one, counted with keys in order."""
     found: tuple[float, tuple[str, int], tuple[int, ...]] | None = None
     for key, value in sorted(rows.items()):
-        if not value.size:
+        count, at = len(value), row
+        if row is not None:
+            row -= count
+        if not value.size or (at is not None and not 0 <= at < count):
             continue
         error = np.abs(value.astype(np.float64) - exact[key].astype(np.float64))
         error[np.isnan(error)] = math.inf
+        if at is not None:
+            error[:at] = error[at + 1 :] = -1
         index = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), error.shape))
         if found is None or error[index] > found[0]:
             found = (float(error[index]), key, index)

@@ -89,8 +89,13 @@ def bench(
     ] = 2.0,
     write: Annotated[
         Path | None,
-        typer.Option(help="Also write FOLDER/<architecture>/<operator>.bench.json.", metavar="FOLDER"),
+        typer.Option(
+            help="Also write FOLDER/<architecture>/<operator>.bench.json, row by row.", metavar="FOLDER"
+        ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows that FOLDER has of the grid; measure the others.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the shipped implementation beside its peers, warm and cold, in one run."""
@@ -98,9 +103,13 @@ def bench(
     from kernelbraid.audit import bench as benchmark
     from kernelbraid.report import table
 
-    document = benchmark.bench(ops.get(operator, device), grid, longest=longest, progress=say)
+    if resume and write is None:
+        raise typer.BadParameter("--resume needs --write FOLDER, where the rows are")
+    document = benchmark.bench(
+        ops.get(operator, device), grid, longest=longest, progress=say, folder=write, resume=resume
+    )
     if write is not None:
-        say(f"wrote {benchmark.write(document, write)}")
+        say(f"wrote {benchmark.place(document, write)}")
     if as_json:
         emit(document)
     else:

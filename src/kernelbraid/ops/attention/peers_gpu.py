@@ -6,7 +6,10 @@ seqlens_k[b] positions: without the pages that ours goes through. Every entry po
 instead of storing it, and a graph can capture it once it has been called.
 """
 
+import os
+import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,27 @@ SPLIT_KEYS = (512, 1024)
 KEY_TILE = 64
 ROWS = 16
 LOG2E = 1.4426950408889634
+
+
+def _settle() -> None:
+    """Libraries that compile their kernels at the first call keep them beside Triton's.
+
+    Otherwise every process would compile them again: what it writes elsewhere goes with it. They look for
+    ninja on the path, where pip puts it, and for CUDA's compiler where its packages do.
+    """
+    kept = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")).parent / "libraries"
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(kept))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept / "flash_attention_4"))
+    places = [str(Path(sys.executable).parent)]
+    compilers = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))
+    if compilers:
+        os.environ.setdefault("CUDA_HOME", str(compilers[-1].parents[1]))
+        places.append(str(compilers[-1].parent))
+    os.environ["PATH"] = os.pathsep.join([*places, os.environ.get("PATH", os.defpath)])
+
+
+_settle()
 
 
 def _batched(x: Tensor, length: int) -> Tensor:

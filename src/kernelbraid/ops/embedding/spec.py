@@ -120,7 +120,7 @@ CONTRACT = Contract(
     relations=_relations(graph=False),
     accuracy=(
         AccuracyBound("out", factor=1.0, floor=EXACT, regimes=FORWARD),
-        AccuracyBound("dweight", factor=2.0, floor=5e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
 )
 

@@ -4,12 +4,13 @@
     dx[t, k]  = sum_n dout[t, n] * w[n, k]
     dw[n, k]  = sum_t dout[t, n] * x[t, k]        db[n] = sum_t dout[t, n]
 
-Every element is one chain of fused multiply-adds in ascending order of what is summed, from +0; the sum over
-k in K_GROUPS equal parts, that over n in N_GROUPS, merged by pairing neighbours. No schedule can change it:
-vectors run across independent elements, never along a sum. A task is a panel of COLUMNS columns of the result
-and some of its rows. Of the second factor it packs DEPTH numbers a column at a time, then lets ROWS rows at a
-time see them, whose sums stay in vector registers; few rows read it in place. Inner loops are written as
-vector instructions. db is a product too: of a row of ones with dout.
+Every sum goes in ascending order of what is summed, in blocks: K_BLOCK of k and n, TOKEN_BLOCK tokens, for
+db BIAS_BLOCK. A block is one chain of fused multiply-adds from +0, which is added to the total. The sum over
+k is in K_GROUPS equal parts, that over n in N_GROUPS, merged by pairing neighbours. No schedule can change
+it: vectors run across independent elements, never along a sum. A task is a panel of COLUMNS columns of a
+result and some of its rows. Of the second factor it packs DEPTH numbers a column at a time, then lets ROWS
+rows at a time see them, whose sums stay in vector registers; few rows read it in place. Inner loops are
+written as vector instructions. db is a product too: of a row of ones with dout.
 """
 
 import math
@@ -22,6 +23,7 @@ from llvmlite import ir
 from numba import boolean, float32, int64, njit, types
 from numba.extending import intrinsic
 
+K_BLOCK = 128
 K_GROUPS = 1
 N_GROUPS = 1
 DEPTH = 128
@@ -29,6 +31,7 @@ TILE_ROWS = 384
 THREAD_COST = 262144
 
 KNOBS = {
+    "K_BLOCK": ("numeric", (64, 128, 256)),
     "K_GROUPS": ("numeric", (1, 2, 4, 8)),
     "N_GROUPS": ("numeric", (1, 2, 4, 8)),
     "DEPTH": ("schedule", (64, 128, 256, 512)),
@@ -36,6 +39,7 @@ KNOBS = {
     "THREAD_COST": ("schedule", (65536, 262144, 1048576)),
 }
 
+TOKEN_BLOCK, BIAS_BLOCK = 64, 16  # tokens of a chain of dw and of db
 LANES, ROWS, COLUMNS = 16, 6, 64  # numbers of a vector; rows and columns of a register tile
 VECTORS, FEW = COLUMNS // LANES, 8  # vectors of a tile's row; rows for which packing does not pay
 AHEAD = 512  # bytes of a row of the second factor that are fetched in advance
@@ -60,6 +64,9 @@ class Value:
             x = Value(self.builder, kind(x))
         add = self.builder.add if kind == I64 else self.builder.fadd
         return Value(self.builder, add(self.value, x.value))
+
+    def __sub__(self, x):
+        return Value(self.builder, self.builder.sub(self.value, x.value))
 
     def __mul__(self, x):
         other = I64(x) if isinstance(x, int) else x.value
@@ -95,10 +102,10 @@ class Value:
         ordered = self.builder.fcmp_ordered("==", self.value, self.value)
         return Value(self.builder, self.builder.select(ordered, self.value, VECTOR([math.nan] * LANES)))
 
-    def unless(self, condition):
-        """Zero where the integer `condition` is not 0, otherwise this vector."""
-        chosen = self.builder.icmp_signed("!=", condition.value, I64(0))
-        return Value(self.builder, self.builder.select(chosen, VECTOR([0.0] * LANES), self.value))
+    def pick(self, sign, x, yes, no):
+        """`yes` where this integer compares like that with x, otherwise `no`."""
+        chosen = self.builder.icmp_signed(sign, self.value, x.value if isinstance(x, Value) else I64(x))
+        return Value(self.builder, self.builder.select(chosen, yes.value, no.value))
 
     def prefetch(self):
         pointer = self.builder.inttoptr(self.value, ir.IntType(8).as_pointer())
@@ -152,16 +159,32 @@ def choose(rows, most, case):
     builder.position_at_end(done)
 
 
-def summed(places, biases, first, add):
-    """Emit c = add(0 if first else c) + bias, canonical, for vectors of c and their biases' places."""
-    sums = add([place.load().unless(first) for place in places])
-    for place, bias, x in zip(places, biases, sums, strict=True):
-        place.store((x + bias.load()).canonical())
+def in_blocks(depth, block, places, c_offsets, first, bias, chain):
+    """Emit c = (0 if first else c) + a sum, block by block, each from +0; then canonical c + bias.
+
+    `chain(j, count, zeros)` gives the sums of `count` numbers from the one at j on, a vector for each place.
+    """
+    builder, zero = depth.builder, Value(depth.builder, VECTOR([0.0] * LANES))
+
+    def one(j):
+        left = depth - j
+        empty = j.pick("==", 0, first, j * 0)
+        sums = chain(j, left.pick("<", block, left, block), [zero] * len(places))
+        totals = [empty.pick("!=", 0, zero, place.load()) + x for place, x in zip(places, sums, strict=True)]
+        with builder.if_else(builder.icmp_signed(">", left.value, block.value)) as (more, done):
+            with more:
+                for place, x in zip(places, totals, strict=True):
+                    place.store(x)
+            with done:
+                for place, offset, x in zip(places, c_offsets, totals, strict=True):
+                    place.store((x + (bias + offset).load()).canonical())
+
+    repeat(depth, block, one)
 
 
 @machine
-def emit_tile(rows, a, a_row, a_step, b, b_step, c, c_row, depth, first, bias):
-    """c = (0 if first else c) + a @ b + bias for up to ROWS rows and COLUMNS columns, depth ascending.
+def emit_tile(rows, a, a_row, a_step, b, b_step, c, c_row, depth, block, first, bias):
+    """c = (0 if first else c) + a @ b + bias for up to ROWS rows and COLUMNS columns, block by block.
 
     Numbers of a row of a lie a_step bytes apart, its rows a_row, those of b b_step.
     """
@@ -169,15 +192,20 @@ def emit_tile(rows, a, a_row, a_step, b, b_step, c, c_row, depth, first, bias):
     def case(tall):
         a_rows = [a + a_row * r for r in range(tall)]
         places = [c + c_row * r + 64 * v for r in range(tall) for v in range(VECTORS)]
-        biases = [bias + 64 * v for v in range(VECTORS)] * tall
 
-        def step(j, *sums):
-            b_row = b + j * b_step
-            parts = [(b_row + 64 * v).load() for v in range(VECTORS)]
-            factors = [(row + j * a_step).load(F32).spread() for row in a_rows]
-            return [factors[i // VECTORS].fma(parts[i % VECTORS], x) for i, x in enumerate(sums)]
+        def chain(first_j, count, zeros):
+            a_first, b_first = [row + first_j * a_step for row in a_rows], b + first_j * b_step
 
-        summed(places, biases, first, lambda sums: repeat(depth, 1, step, sums))
+            def step(j, *sums):
+                b_row = b_first + j * b_step
+                parts = [(b_row + 64 * v).load() for v in range(VECTORS)]
+                factors = [(row + j * a_step).load(F32).spread() for row in a_first]
+                return [factors[i // VECTORS].fma(parts[i % VECTORS], x) for i, x in enumerate(sums)]
+
+            return repeat(count, 1, step, zeros)
+
+        offsets = [64 * v for v in range(VECTORS)] * tall
+        in_blocks(depth, block, places, offsets, first, bias, chain)
 
     choose(rows, ROWS, case)
 
@@ -199,10 +227,10 @@ def turned(rows, j):
 
 
 @machine
-def emit_stream(rows, a, a_row, table, c, c_row, depth, first, bias):
+def emit_stream(rows, a, a_row, table, c, c_row, depth, block, first, bias):
     """The same as emit_tile for up to FEW rows, b being COLUMNS rows by their addresses, read once.
 
-    Depth is a multiple of LANES.
+    Depth and block are multiples of LANES.
     """
 
     def case(tall):
@@ -212,13 +240,16 @@ def emit_stream(rows, a, a_row, table, c, c_row, depth, first, bias):
             sources = [(table + n * 8 + 8 * i).load(I64) for i in range(LANES)]
             places = [c + c_row * r + n * 4 for r in range(tall)]
 
-            def step(j, *sums):
-                for i, part in enumerate(turned(sources, j)):
-                    factors = [(row + (j + i) * 4).load(F32).spread() for row in a_rows]
-                    sums = [factor.fma(part, x) for factor, x in zip(factors, sums, strict=True)]
-                return sums
+            def chain(first_j, count, zeros):
+                def step(j, *sums):
+                    for i, part in enumerate(turned(sources, first_j + j)):
+                        factors = [(row + (first_j + j + i) * 4).load(F32).spread() for row in a_rows]
+                        sums = [factor.fma(part, x) for factor, x in zip(factors, sums, strict=True)]
+                    return sums
 
-            summed(places, [bias + n * 4] * tall, first, lambda sums: repeat(depth, LANES, step, sums))
+                return repeat(count, LANES, step, zeros)
+
+            in_blocks(depth, block, places, [n * 4] * tall, first, bias, chain)
 
         repeat(Value(rows.builder, I64(COLUMNS)), LANES, sixteen)
 
@@ -319,9 +350,9 @@ def multiply(a, b, c, bias, sizes, counters, probe):
     """Take tasks until none is left: c = a @ b + bias, or c + a @ b; False if denormals are dropped here.
 
     `sizes`: whether a is read along its columns, whether b's rows are columns of the product, groups of the
-    sum, whether c is added to, rows of a task, and numbers packed at a time.
+    sum, numbers of a chain, whether c is added to, rows of a task, and numbers packed at a time: chains.
     """
-    a_turned, b_turned, groups, add, tile, step = sizes
+    a_turned, b_turned, groups, block, add, tile, step = sizes
     rows, columns = c.shape
     depth = a.shape[0] if a_turned else a.shape[1]
     a_row, a_step = (4, a.strides[0]) if a_turned else (a.strides[0], 4)
@@ -354,12 +385,13 @@ def multiply(a, b, c, bias, sizes, counters, probe):
             elif first >= stop:
                 own[group] = ZERO
             begin, stride = first, step
-            if b_turned and end - row <= FEW and stop - first >= LANES:
-                begin += (stop - first) // LANES * LANES
+            whole = stop - first if (stop - first) % LANES == 0 else (stop - first) // block * block
+            if b_turned and end - row <= FEW and whole > 0:
+                begin += whole
                 locate_rows(b, column, width, first, table)
                 last = address(biases[int(groups == 1 and begin == stop)])
-                shape = (a_row, address(table), target, target_row, begin - first, int(not add), last)
-                emit_stream((end - row, address(a) + row * a_row + first * 4, *shape))
+                shape = (a_row, address(table), target, target_row, whole, block, int(not add))
+                emit_stream((end - row, address(a) + row * a_row + first * 4, *shape, last))
             direct = not b_turned and width == COLUMNS and end - row <= ROWS
             if direct:
                 stride = max(1, stop - first)
@@ -377,8 +409,8 @@ def multiply(a, b, c, bias, sizes, counters, probe):
                 for r in range(row, end, ROWS):
                     factors = address(a) + r * a_row + start * a_step
                     place = target + (r - row) * target_row
-                    shape = (a_row, a_step, source, b_step, place, target_row, count, empty, last)
-                    emit_tile((min(ROWS, end - r), factors, *shape))
+                    shape = (a_row, a_step, source, b_step, place, target_row, count, block, empty)
+                    emit_tile((min(ROWS, end - r), factors, *shape, last))
         if not aside:
             continue
         distance = 1
@@ -398,7 +430,7 @@ def multiply(a, b, c, bias, sizes, counters, probe):
 MATRIX, RESULT = types.Array(float32, 2, "A", readonly=True), types.Array(float32, 2, "A")
 ROW = types.Array(float32, 1, "A", readonly=True)
 UNCOMPILED = {
-    multiply: boolean(MATRIX, MATRIX, RESULT, ROW, types.UniTuple(int64, 6), int64[::1], float32[::1]),
+    multiply: boolean(MATRIX, MATRIX, RESULT, ROW, types.UniTuple(int64, 7), int64[::1], float32[::1]),
 }
 NO_BIAS = np.empty(0, np.float32)
 CHOSEN = {"DEPTH": DEPTH, "TILE_ROWS": TILE_ROWS, "THREAD_COST": THREAD_COST}
@@ -426,14 +458,15 @@ def helpers():
         return _pools[os.getpid()]
 
 
-def product(a, b, c, bias, a_turned, b_turned, groups, add):
+def product(a, b, c, bias, a_turned, b_turned, groups, block, add):
     """c = a @ b + bias (or c + a @ b) on as many threads as it is worth, this one among them."""
     rows, columns = c.shape
     depth = a.shape[0] if a_turned else a.shape[1]
     chosen = schedule({"tokens": rows, "in_features": depth, "out_features": columns}, CHOSEN)
     tasks = -(-columns // COLUMNS) * -(-rows // chosen["tile"])
     threads = min(chosen["parts"], tasks, len(os.sched_getaffinity(0)))
-    sizes = (a_turned, b_turned, groups, add, chosen["tile"], chosen["depth"])
+    packed = max(1, chosen["depth"] // block) * block
+    sizes = (a_turned, b_turned, groups, block, add, chosen["tile"], packed)
     operands = (a, b, c, NO_BIAS if bias is None else bias, sizes, np.zeros(1, np.int64), DENORMAL_PROBE)
     kernel = compiled(multiply)
     helping = [helpers().submit(kernel, *operands) for _ in range(1, threads)]
@@ -444,7 +477,7 @@ def product(a, b, c, bias, a_turned, b_turned, groups, add):
 
 def linear(x, weight, bias, out):
     """Write x [T, K] @ weight [N, K]^T + bias [N] (or None) into out [T, N]."""
-    product(x, weight, out, bias, 0, 1, K_GROUPS, 0)
+    product(x, weight, out, bias, 0, 1, K_GROUPS, K_BLOCK, 0)
 
 
 def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
@@ -455,16 +488,16 @@ def linear_backward(x, weight, dout, dx, dweight, dbias, accumulate):
                 sums[...] = 0
         return
     if dx is not None:
-        product(dout, weight, dx, None, 0, 0, N_GROUPS, 0)
+        product(dout, weight, dx, None, 0, 0, N_GROUPS, K_BLOCK, 0)
     if dweight is not None:
-        product(dout, x, dweight, None, 1, 0, 1, int(accumulate))
+        product(dout, x, dweight, None, 1, 0, 1, TOKEN_BLOCK, int(accumulate))
     if dbias is not None:
         ones = np.ones((1, len(dout)), np.float32)
-        product(ones, dout, dbias[None], None, 0, 0, 1, int(accumulate))
+        product(ones, dout, dbias[None], None, 0, 0, 1, BIAS_BLOCK, int(accumulate))
 
 
 def numerics(constant_axes):
-    return {"k_groups": K_GROUPS, "n_groups": N_GROUPS}
+    return {"k_block": K_BLOCK, "k_groups": K_GROUPS, "n_groups": N_GROUPS}
 
 
 def schedule(axes, knobs):

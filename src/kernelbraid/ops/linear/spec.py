@@ -80,6 +80,7 @@ FORM = RowForm(
 )
 
 GROUPS = (1, 2, 4, 8)
+K_BLOCK = Knob("k_block", (64, 128, 256), 128, "numbers of in_features, in dx of out_features, of a chain")
 KNOBS = (
     Knob("k_groups", GROUPS, 1, "parts of the sum over in_features, such as one a rank"),
     Knob("n_groups", GROUPS, 1, "parts of the sum over out_features in dx"),
@@ -111,20 +112,31 @@ CONTRACT = Contract(
         ElementaryOperation("fma", "a * b + c rounded once: the only multiplication"),
     ),
     reduction_orders=(
-        ("out", "s = fma(x[t, k], w[n, k], s), k ascending from +0 in k_groups parts; then s + b[n]"),
-        ("dx", "s = fma(dout[t, n], w[n, k], s), n ascending from +0 in n_groups parts"),
-        ("dweight", "s = fma(dout[t, n], x[t, k], s), t ascending, from +0 or from what is there"),
-        ("dbias", "s = s + dout[t, n], t ascending, from +0 or from what is there"),
-        GROUPED,
+        (
+            "block",
+            "the next so many numbers of a sum, the last one shorter: a chain from +0; total = total + chain",
+        ),
+        (
+            "out",
+            "s = fma(x[t, k], w[n, k], s), blocks of k_block, total from +0, k_groups parts; + b[n]",
+        ),
+        ("dx", "s = fma(dout[t, n], w[n, k], s), n in blocks of k_block, total from +0, n_groups parts"),
+        (
+            "dweight",
+            "s = fma(dout[t, n], x[t, k], s), blocks of 64 tokens from the call's first; total from +0 or "
+            "from what is there",
+        ),
+        ("dbias", "s = s + dout[t, n], blocks of 16 tokens in the same way"),
+        (GROUPED[0], GROUPED[1].replace("each a chain from +0 of its own", "each blocks from +0 of its own")),
     ),
     special_values=SPECIAL_VALUES,
-    knobs=KNOBS,
+    knobs=(K_BLOCK, *KNOBS),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("out", factor=4.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("dx", factor=4.0, floor=2e-6, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=4.0, floor=2e-6, regimes=BACKWARD),
-        AccuracyBound("dbias", factor=4.0, floor=2e-6, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dbias", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )

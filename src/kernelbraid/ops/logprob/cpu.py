@@ -5,10 +5,11 @@
     logprob[t] = s[t, target of t] - lse[t]
     entropy[t] = -sum_v p[t, v] * log p[t, v]                 p[t, v] = exp(s[t, v] - lse[t])
 
-The order of every sum is README.md's: a logit is one chain over k; BLOCK logits are reduced by 16 lanes, and
-blocks by 16 lanes again. Gradients recompute the logits of a piece of tokens, block by block, and keep the
-gradients of the piece's logits. A task is a block of the vocabulary, or columns of dx; threads take tasks
-from one counter. Inner loops are written as vector instructions across independent sums.
+The order of every sum is README.md's: a logit is a sum of chains over K_BLOCK numbers of k; BLOCK logits are
+reduced by 16 lanes, and blocks by 16 lanes again. Gradients recompute the logits of a piece of tokens and
+their sums, block by block, and turn the logits into their gradients. A task is a block of the vocabulary, or
+columns of dx; threads take tasks from one counter. Inner loops are written as vector instructions across
+independent sums.
 """
 
 import math
@@ -22,6 +23,7 @@ from numba import boolean, float32, int64, njit, types
 from numba.extending import intrinsic
 
 BLOCK = 128
+K_BLOCK = 128
 ROWS = 6
 COLUMNS = 192
 PIECE = 8
@@ -29,6 +31,7 @@ THREAD_COST = 8000
 
 KNOBS = {
     "BLOCK": ("numeric", (64, 128, 256)),
+    "K_BLOCK": ("numeric", (64, 128, 256)),
     "ROWS": ("schedule", (2, 4, 6)),
     "COLUMNS": ("schedule", (64, 128, 192, 320)),
     "PIECE": ("schedule", (1, 2, 4, 8, 16)),
@@ -37,7 +40,8 @@ KNOBS = {
 
 EXP2 = "1p0 1.62e432p-1 1.ebfbe2p-3 1.c6ae72p-5 1.3b270ep-7 1.5f7276p-10 1.470b48p-13"
 LOG2 = "1.715476p1 1.ec709ep-1 1.2776c6p-1 1.a61762p-2 1.484b14p-2"
-LOG2E, LN2 = float.fromhex("1.715476p0"), float.fromhex("1.62e430p-1")
+LOG2E, LOG2E_REST = float.fromhex("1.715476p0"), float.fromhex("1.4ae0c0p-26")
+LN2 = float.fromhex("1.62e430p-1")
 
 LANES, TILE = 16, 64  # numbers of a vector; columns of a register tile
 TOKEN_BLOCK = 64  # tokens of a partial sum of the gradient of w
@@ -132,12 +136,14 @@ class Value:
             result = self.fma(result, c)
         return result
 
-    def exp2(self):
-        """2^x for x <= 0 or NaN."""
-        t = self + 12582912
-        p = (self - (t - 12582912)).polynomial(EXP2)
+    def exp(self):
+        """e^x for x <= 0 or NaN: 2^n times 2^f, where n + f is x times log2 e, whose rest f has too."""
+        constant = [Value(self.builder, VECTOR([c] * LANES)) for c in (LOG2E, LOG2E_REST, 12582912)]
+        t = self.fma(constant[0], constant[2])
+        n = t - 12582912
+        f = self.fma(constant[1], self.fma(constant[0], n * -1))
         power = (t.emit("bitcast", INTEGERS).emit("shl", 23) + 0x3F800000).emit("bitcast", VECTOR)
-        return self.pick("<", -125, 0, p * power)
+        return n.pick("<", -125, 0, f.polynomial(EXP2) * power)
 
     def log2(self):
         """log2 of a sum of weights: zero, NaN or at least about 1."""
@@ -199,24 +205,43 @@ def repeat(count, step, body, carried=()):
 
 
 def products(added, rows, a, a_bytes, a_step, b, b_bytes, c, c_bytes, columns, depth):
-    """c = a @ b for up to ROWS rows, or c = c + a @ b: each sum one chain from +0, in registers.
+    """c = a @ b for up to ROWS rows, K_BLOCK after K_BLOCK; or c = c + a @ b, each sum one chain.
 
+    A chain begins at +0 and stays in registers; the total begins at +0 too, and chains are added to it.
     Number j of a's row r lies at a + r * a_bytes + j * a_step; b has `depth` rows of `columns` numbers.
     """
     builder = rows.builder
 
     def case(tall):
-        def tile(column, load, store, vectors):
-            places = [c + c_bytes * r + column + 64 * n for r in range(tall) for n in range(vectors)]
-            zeros = [Value(builder, VECTOR([0.0] * LANES)) for _ in places]
+        def chain(first, count, column, load, vectors):
+            a_first, b_first = [a + a_bytes * r + first * a_step for r in range(tall)], b + first * b_bytes
 
             def step(j, *sums):
-                parts = [load(b + j * b_bytes + column + 64 * n) for n in range(vectors)]
-                factors = [(a + a_bytes * r + j * a_step).load(F32).spread() for r in range(tall)]
+                parts = [load(b_first + j * b_bytes + column + 64 * n) for n in range(vectors)]
+                factors = [(row + j * a_step).load(F32).spread() for row in a_first]
                 return [factors[i // vectors].fma(parts[i % vectors], x) for i, x in enumerate(sums)]
 
-            for place, x in zip(places, repeat(depth, 1, step, zeros), strict=True):
-                store(place, (load(place) + x if added else x).canonical())
+            return repeat(count, 1, step, [Value(builder, VECTOR([0.0] * LANES))] * (tall * vectors))
+
+        def tile(column, load, store, vectors):
+            places = [c + c_bytes * r + column + 64 * n for r in range(tall) for n in range(vectors)]
+
+            def block(j):
+                left = depth - j
+                sums = chain(j, left.pick("<", K_BLOCK, left, K_BLOCK), column, load, vectors)
+                before = [j.pick("==", 0, VECTOR([0.0] * LANES), load(place)) for place in places]
+                totals = [total + x for total, x in zip(before, sums, strict=True)]
+                with builder.if_else(left.compare(">", K_BLOCK)) as (more, done):
+                    for branch, last in ((more, False), (done, True)):
+                        with branch:
+                            for place, x in zip(places, totals, strict=True):
+                                store(place, x.canonical() if last else x)
+
+            if not added:
+                repeat(depth, K_BLOCK, block)
+                return
+            for place, x in zip(places, chain(depth * 0, depth, column, load, vectors), strict=True):
+                store(place, (load(place) + x).canonical())
 
         whole = columns / TILE
         repeat(whole, 1, lambda i: tile(i * (4 * TILE), Value.load, Value.store, TILE // LANES))
@@ -265,7 +290,7 @@ def emit_reduction(rows, x, scale, partials, row_bytes, kind_bytes):
         sums, products = (Value(x.builder, VECTOR([0.0] * LANES)) for _ in range(2))
         for place in places:
             difference = place.load() - base
-            weight = (difference * LOG2E).exp2()
+            weight = difference.exp()
             sums += weight
             products += weight.pick("==", 0, 0, weight * difference)
         partial = partials + r * row_bytes
@@ -276,8 +301,11 @@ def emit_reduction(rows, x, scale, partials, row_bytes, kind_bytes):
 
 
 @machine
-def emit_merge(count, partials, kind_bytes, out):
-    """Merge the blocks of a row, `count` a multiple of 16: store its lse and entropy."""
+def emit_merge(count, partials, kind_bytes, chosen, out):
+    """Merge the blocks of a row, `count` a multiple of 16.
+
+    Store its lse, entropy, maximum and binary logarithm of the sum, and a chosen logit's log-probability.
+    """
     tops, sums_at, products_at = partials, partials + kind_bytes, partials + kind_bytes * 2
     lowest, zero = (Value(count.builder, VECTOR([x] * LANES)) for x in (-math.inf, 0.0))
     (top,) = repeat(count * 4, 64, lambda i, top: [(tops + i).load().larger(top)], [lowest])
@@ -286,30 +314,34 @@ def emit_merge(count, partials, kind_bytes, out):
 
     def step(i, sums, products):
         difference = (tops + i).load().origin() - base
-        factor = (((tops + i).load() - base) * LOG2E).exp2()
+        factor = ((tops + i).load() - base).exp()
         own = (sums_at + i).load()
         products = own.fma(difference, (products_at + i).load()).fma(factor, products)
         return [own.fma(factor, sums), products]
 
     sums, products = (x.across(Value.__add__) for x in repeat(count * 4, 64, step, [zero, zero]))
-    logarithm = sums.log2()
-    out.store(logarithm.fma(LN2, top).canonical().first())
-    (out + 4).store(logarithm.fma(LN2, zero - products / sums).canonical().first())
+    logarithm, given = sums.log2(), chosen.load(F32).spread()
+    lse, entropy = logarithm.fma(LN2, top), logarithm.fma(LN2, zero - products / sums)
+    found = lse.canonical(), entropy.canonical(), top, logarithm, logarithm.fma(-LN2, given - top).canonical()
+    for n, result in enumerate(found):
+        (out + 4 * n).store(result.first())
 
 
 @machine
 def emit_gradients(rows, x, scale, rows_at, target_at, start):
-    """Turn rows of BLOCK logits into their gradients. Rows: lse, d, e, entropy; targets int64."""
+    """Turn rows of BLOCK scaled logits into their gradients.
+
+    A row of five: entropy, maximum, logarithm of the sum, d and e; targets int64.
+    """
     scales = scale.load(F32).spread()
 
     def row(r):
-        lse, d, e, entropy = ((rows_at + r * 16 + 4 * n).load(F32).spread() for n in range(4))
+        entropy, top, logarithm, d, e = ((rows_at + r * 20 + 4 * n).load(F32).spread() for n in range(5))
         target = ((target_at + r * 8).load(I64) - start).emit("trunc", I32).spread()
         for n in range(0, BLOCK, LANES):
             place = x + r * (4 * BLOCK) + 4 * n
-            u = place.load() * scales - lse
-            exponent = u * LOG2E
-            p = exponent.pick(">", 0, 0, exponent).exp2()
+            u = logarithm.fma(-LN2, place.load() - top)
+            p = u.pick(">", 0, 0, u).exp()
             g = p * e.fma(u + entropy, d)
             g = p.pick("==", 0, 0, g)
             lane = Value(x.builder, INTEGERS(list(range(n, n + LANES))))
@@ -481,21 +513,22 @@ def write_logits(x, weight, out, counters, scratches, probe):
 @entry
 def finish(partials, chosen, targets, vocabulary, logprob, entropy, lse):
     """Merge the blocks of every token. A target outside of the vocabulary has log-probability 0."""
-    pair = np.empty(2, np.float32)
+    row = np.empty(5, np.float32)
     for t in range(targets.size):
-        emit_merge((partials.shape[2], address(partials[t]), partials.strides[1], address(pair)))
-        logprob[t] = canonical(chosen[t] - pair[0]) if 0 <= targets[t] < vocabulary else 0
+        blocks = partials.shape[2], address(partials[t]), partials.strides[1]
+        emit_merge((*blocks, address(chosen) + 4 * t, address(row)))
+        logprob[t] = row[4] if 0 <= targets[t] < vocabulary else 0
         if entropy.size:
-            entropy[t] = pair[1]
-        lse[t] = pair[0]
+            entropy[t] = row[1]
+        lse[t] = row[0]
 
 
 @entry
-def differentiate_logits(x, weight, targets, edges, numbers, g, dweight, counters, scratches, probe):
-    """Gradients of the logits of blocks, g [blocks, tokens, BLOCK], and of those rows of the weight."""
+def see_piece(x, weight, numbers, g, partials, counters, scratches, probe):
+    """Scaled logits g [blocks, tokens, BLOCK] of blocks until none is left, and their partial sums."""
     if not keeps_denormals(probe):
         return False
-    (tokens, width), vocabulary = x.shape, weight.shape[0]
+    tokens, vocabulary = x.shape[0], weight.shape[0]
     panels = aligned(scratches, counters)
     while True:
         block = fetch_add(address(counters))
@@ -507,8 +540,37 @@ def differentiate_logits(x, weight, targets, edges, numbers, g, dweight, counter
         for t in range(0, tokens, ROWS):
             rows = min(ROWS, tokens - t)
             score(x, t, rows, panels, count, g[block, t : t + rows])
-            own = (address(g[block, t]), address(numbers), address(edges[t]), address(targets[t:]))
-            emit_gradients((rows, *own, start))
+            g[block, t : t + rows, count:] = -np.inf
+            own = address(partials) + t * partials.strides[0] + 4 * block
+            strides = partials.strides[0], partials.strides[1]
+            emit_reduction((rows, address(g[block, t]), address(numbers), own, *strides))
+        fetch_add(address(counters) + 16)
+
+
+@entry
+def finish_piece(partials, edges):
+    """Merge the blocks of every token into what gradients of its logits need."""
+    row = np.zeros(5, np.float32)
+    for t in range(edges.shape[0]):
+        blocks = partials.shape[2], address(partials[t]), partials.strides[1]
+        emit_merge((*blocks, address(row), address(row)))
+        edges[t, :3] = row[1:4]
+
+
+@entry
+def differentiate_logits(x, vocabulary, targets, edges, numbers, g, dweight, counters, probe):
+    """Turn the logits of blocks into their gradients, and add to those rows of the weight's."""
+    if not keeps_denormals(probe):
+        return False
+    tokens, width = x.shape
+    while True:
+        block = fetch_add(address(counters))
+        start = block * BLOCK
+        if start >= vocabulary:
+            return True
+        count = min(BLOCK, vocabulary - start)
+        own = (address(g[block]), address(numbers), address(edges), address(targets))
+        emit_gradients((tokens, *own, start))
         g[block, :, count:] = 0
         if dweight.shape[0]:
             for first in range(0, tokens, TOKEN_BLOCK):
@@ -557,8 +619,11 @@ UNCOMPILED = {
     read_logits: boolean(ROWS_IN, TARGETS, *KEPT, *WORK),
     write_logits: boolean(ROWS_IN, ROWS_IN, ROWS_OUT, *WORK),
     finish: types.void(float32[:, :, ::1], float32[::1], TARGETS, int64, OUT, OUT, OUT),
+    see_piece: boolean(ROWS_IN, ROWS_IN, float32[::1], float32[:, :, ::1], float32[:, :, ::1], *WORK),
+    finish_piece: types.void(float32[:, :, ::1], float32[:, ::1]),
     differentiate_logits: boolean(
-        ROWS_IN, ROWS_IN, TARGETS, float32[:, ::1], float32[::1], float32[:, :, ::1], ROWS_OUT, *WORK
+        *(ROWS_IN, int64, TARGETS, float32[:, ::1], float32[::1], float32[:, :, ::1], ROWS_OUT),
+        *(int64[::1], float32[::1]),
     ),
     differentiate_rows: boolean(
         ROWS_IN, float32[:, :, ::1], ROWS_OUT, int64, int64, int64[::1], float32[::1]
@@ -643,7 +708,8 @@ def logprob_backward(
 ):  # fmt: skip
     """Write the gradients; one that is None is left out. dweight is added to if `accumulate`.
 
-    dentropy and entropy may be None: nothing then comes from the entropies.
+    dentropy may be None: nothing then comes from the entropies. lse and entropy are not read: the logits are
+    here again, and their maximum and the sum's logarithm apart are more accurate than one number of both.
     """
     (tokens, width), vocabulary = x.shape, len(weight)
     blocks = -(-vocabulary // BLOCK)
@@ -655,22 +721,23 @@ def logprob_backward(
         part = slice(first, first + plan["piece"])
         rows, wanted = x[part], np.ascontiguousarray(targets[part], np.int64)
         valid = (wanted >= 0) & (wanted < vocabulary)
-        edges = np.zeros((len(rows), 4), np.float32)
-        edges[:, 0], edges[:, 1] = lse[part], np.where(valid, dlogprob[part], np.float32(0))
+        edges, partials = np.zeros((len(rows), 5), np.float32), empty_partials(len(rows), blocks)
+        edges[:, 3] = np.where(valid, dlogprob[part], np.float32(0))
         if dentropy is not None:
-            edges[:, 2], edges[:, 3] = dentropy[part], entropy[part]
-        wanted = np.where(valid, wanted, -1)
+            edges[:, 4] = dentropy[part]
+        wanted, numbers = np.where(valid, wanted, -1), inverse(temperature)
         g = np.empty((blocks, len(rows), BLOCK), np.float32)
         work = len(rows) * width * vocabulary
-        operands = (rows, weight, wanted, edges, inverse(temperature), g, summed)
-        share(differentiate_logits, operands, blocks, 2 * work, BLOCK * width)
+        share(see_piece, (rows, weight, numbers, g, partials), blocks, work, BLOCK * width)
+        compiled(finish_piece)(partials, edges)
+        share(differentiate_logits, (rows, vocabulary, wanted, edges, numbers, g, summed), blocks, work)
         if dx is not None:
             tasks = -(-len(rows) // plan["rows"]) * -(-width // plan["columns"])
             share(differentiate_rows, (weight, g, dx[part], plan["columns"], plan["rows"]), tasks, work)
 
 
 def numerics(constant_axes):
-    return {"block": BLOCK}
+    return {"block": BLOCK, "k_block": K_BLOCK}
 
 
 def schedule(axes, knobs):

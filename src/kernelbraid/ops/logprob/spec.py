@@ -119,7 +119,7 @@ SPECIAL_VALUES = (
     ),
     ("logits of -inf", "weight 0, no gradient, nothing to the entropy; all of them: lse -inf, the rest NaN"),
     ("logits of +inf and NaN", "lse, entropy and log-probability of their row are NaN"),
-    ("denormals", "kept, in inputs and results; weights below 2^-125 count as 0"),
+    ("denormals", "kept, in inputs and results; weights below about 2^-125 count as 0"),
     ("gradients", "of finite numbers: a NaN reaches dweight"),
 )
 
@@ -136,10 +136,11 @@ CONTRACT = Contract(
         ElementaryOperation("multiply, add, divide", "IEEE-754 binary32, never contracted"),
         ElementaryOperation("fma", "a * b + c rounded once, and only where the orders below write fma"),
         ElementaryOperation(
-            "exp2",
-            "of x <= 0: t = x + 12582912, f = x - (t - 12582912), Horner's rule by fma, times 2^t; "
-            "0 below -125",
+            "exp",
+            "of x <= 0: t = fma(x, r, 12582912), n = t - 12582912, f = fma(x, r', fma(x, r, -n)), r and r' "
+            "being log2 e and its rest; Horner's rule of f by fma, times 2^n; 0 where n is below -125",
             (
+                ("log2 e", ("1.715476p0", "1.4ae0c0p-26")),
                 (
                     "exp2",
                     (
@@ -156,25 +157,31 @@ CONTRACT = Contract(
         ),
     ),
     reduction_orders=(
-        ("logit", "l = fma(x[k], w[k], l) from +0, k ascending; s = l * c"),
+        (
+            "logit",
+            "l = fma(x[k], w[k], l), k ascending in blocks of k_block, each a chain from +0, added in order "
+            "to the total from +0; s = total * c",
+        ),
         (
             "block",
             "columns of `block`, filled up with -inf: m = max s, b = m or 0 if -inf, u = s - b, "
-            "w = exp2(u * log2 e); L = sum w and E = sum w * u (nothing where w is 0): lane l adds columns "
+            "w = exp(u); L = sum w and E = sum w * u (nothing where w is 0): lane l adds columns "
             "l, l + 16, ... from +0, lanes are added by halving: l and l + 8, l + 4, l + 2, l + 1",
         ),
         (
             "row",
-            "M = max m, B = M or 0 if -inf, a = exp2((m - B) * log2 e); lane l adds blocks l, l + 16, ... "
+            "M = max m, B = M or 0 if -inf, a = exp(m - B); lane l adds blocks l, l + 16, ... "
             "from "
             "+0: L = fma(L', a, L), E = fma(fma(L', b - B, E'), a, E); lanes by halving as above",
         ),
-        ("lse, entropy, logprob", "fma(log2 L, ln 2, M); fma(log2 L, ln 2, 0 - E / L); s[target] - lse"),
+        (
+            "lse, entropy, logprob",
+            "fma(log2 L, ln 2, M); fma(log2 L, ln 2, 0 - E / L); fma(log2 L, -ln 2, s[target] - M)",
+        ),
         (
             "gradient of a logit",
-            "u = s - lse, p = exp2(min(u * log2 e, 0)), g = p * fma(dentropy, u + entropy, dlogprob) or 0 "
-            "if p "
-            "is 0; -g, at the target dlogprob - g; times c",
+            "u = fma(log2 L, -ln 2, s - M), p = exp(min(u, 0)), g = p * fma(dentropy, u + entropy, "
+            "dlogprob) or 0 if p is 0; -g, at the target dlogprob - g; times c",
         ),
         (
             "dx",
@@ -189,14 +196,17 @@ CONTRACT = Contract(
         ),
     ),
     special_values=SPECIAL_VALUES,
-    knobs=(Knob("block", (64, 128, 256), 128, "logits that are reduced together"),),
+    knobs=(
+        Knob("block", (64, 128, 256), 128, "logits that are reduced together"),
+        Knob("k_block", (64, 128, 256), 128, "numbers of a logit that one chain adds, as in `linear`"),
+    ),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("logprob", factor=12.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("entropy", factor=12.0, floor=4e-6, regimes=FORWARD),
-        AccuracyBound("lse", factor=12.0, floor=2e-6, regimes=FORWARD),
-        AccuracyBound("dx", factor=12.0, floor=4e-6, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=12.0, floor=4e-6, regimes=BACKWARD),
+        AccuracyBound("logprob", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("entropy", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("lse", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )

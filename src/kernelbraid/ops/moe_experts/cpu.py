@@ -2,10 +2,10 @@
 
     out[t] = sum_s w[t, s] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))        e = experts[t, s]
 
-Every product of matrices is one chain an output: K ascending, each step one fma, from +0. A task is some rows
-of one expert, side by side in lanes, or for gradients of parameters some rows of a matrix: no lane sees
-another, so neither tiles nor threads nor the other tokens of an expert can change a bit. README.md has all
-orders.
+Every product of matrices is a sum of chains an output: K ascending in blocks of K_BLOCK, each step one fma,
+each chain from +0 and added to the total. A task is some rows of one expert, side by side in lanes, or for
+gradients of parameters some rows of a matrix: no lane sees another, so neither tiles nor threads nor other
+tokens of an expert can change a bit. README.md has all orders.
 """
 
 import itertools
@@ -19,17 +19,22 @@ from llvmlite import ir
 from numba import boolean, float32, int32, int64, njit, types, void
 from numba.extending import intrinsic
 
+K_BLOCK = 128
 ROWS = 64
 THREAD_COST = 524288
 
 KNOBS = {
+    "K_BLOCK": ("numeric", (64, 128, 256)),
     "ROWS": ("schedule", (16, 32, 64, 128)),
     "THREAD_COST": ("schedule", (131072, 524288, 2097152)),
 }
 
-BLOCK = 64  # tokens of a pass are a multiple of it
+BLOCK = (
+    64  # tokens of a pass are a multiple of it; no chain of a parameter's gradient crosses one, or is longer
+)
+DOT_BLOCK = 16  # numbers of a chain of dweights
 PASS_FLOATS = 1 << 25  # numbers that the rows of a pass may take
-MATRIX_ROWS = 64  # rows of a gradient's matrix in a task
+MATRIX_ROWS = 96  # rows of a gradient's matrix in a task
 LANES = 16
 EXP2 = "1p0 1.62e432p-1 1.ebfbe2p-3 1.c6ae72p-5 1.3b270ep-7 1.5f7276p-10 1.470b48p-13"
 EXP2_DESCENDING = tuple(np.float32(float.fromhex(c)) for c in reversed(EXP2.split()))
@@ -91,17 +96,17 @@ FLOAT, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def tile(rows, vectors, width):
-    """Make c[m, n] = fma(a[m, k], b[k, n], c[m, n]), k ascending, of a tile that stays in registers.
+    """Make c[m, n] = c[m, n] + chains, fma(a[m, k], b[k, n], s), k ascending, a tile of sums in registers.
 
     Its arguments are addresses and strides: a, to the next row and column of a in bytes, b, to b's next row,
-    c, to c's next row, and how many k there are, at least one.
+    c, to c's next row, the ends of the chains along k, ascending, and how many there are, at least one.
     """
     vector = ir.VectorType(FLOAT, width)
     undefined = ir.Constant(vector, ir.Undefined)
     first_lane = ir.Constant(ir.VectorType(I32, width), [0] * width)
 
     def emit(context, builder, signature, args):
-        a, a_row, a_column, b, b_row, c, c_row, depth = args
+        a, a_row, a_column, b, b_row, c, c_row, ends, count = args
         name = f"llvm.fma.v{width}f32"
         known = builder.module.globals
         fused = known.get(name) or ir.Function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
@@ -111,16 +116,20 @@ def tile(rows, vectors, width):
             return builder.inttoptr(builder.add(address, I64(4 * width * v)), kind.as_pointer())
 
         each = [(m, v) for m in range(rows) for v in range(vectors)]
-        places = [place(c, I64(m), c_row, v, vector) for m, v in each]
-        before = builder.block
-        found = [builder.load(p, align=4) for p in places]
-        loop, done = builder.append_basic_block("chain"), builder.append_basic_block("done")
+        before, (outer, loop, added, done) = builder.block, map(builder.append_basic_block, "ocad")
+        builder.branch(outer)
+        builder.position_at_end(outer)
+        n, start = builder.phi(I64), builder.phi(I64)
+        stop = builder.load(builder.inttoptr(builder.add(ends, builder.mul(n, I64(8))), I64.as_pointer()))
+        length = builder.sub(stop, start)
+        a_start = builder.add(a, builder.mul(start, a_column))
+        b_start = builder.add(b, builder.mul(start, b_row))
         builder.branch(loop)
         builder.position_at_end(loop)
         k = builder.phi(I64)
         sums = [builder.phi(vector) for _ in each]
-        loaded = [builder.load(place(b, k, b_row, v, vector), align=4) for v in range(vectors)]
-        column = builder.add(a, builder.mul(k, a_column))
+        loaded = [builder.load(place(b_start, k, b_row, v, vector), align=4) for v in range(vectors)]
+        column = builder.add(a_start, builder.mul(k, a_column))
         factors = []
         for m in range(rows):
             x = builder.load(place(column, I64(m), a_row, 0, FLOAT), align=4)
@@ -130,62 +139,88 @@ def tile(rows, vectors, width):
             builder.call(fused, [factors[m], loaded[v], s]) for (m, v), s in zip(each, sums, strict=True)
         ]
         following = builder.add(k, I64(1))
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-        for phi, start, end in zip([k, *sums], [I64(0), *found], [following, *later], strict=True):
-            phi.add_incoming(start, before)
-            phi.add_incoming(end, loop)
+        builder.cbranch(builder.icmp_signed("<", following, length), loop, added)
+        zeros = [vector([0.0] * width)] * len(each)
+        for phi, first, after in zip([k, *sums], [I64(0), *zeros], [following, *later], strict=True):
+            phi.add_incoming(first, outer)
+            phi.add_incoming(after, loop)
+        builder.position_at_end(added)
+        for (m, v), x in zip(each, later, strict=True):
+            p = place(c, I64(m), c_row, v, vector)
+            builder.store(builder.fadd(builder.load(p, align=4), x), p, align=4)
+        next_n = builder.add(n, I64(1))
+        builder.cbranch(builder.icmp_signed("<", next_n, count), outer, done)
+        for phi, after in ((n, next_n), (start, stop)):
+            phi.add_incoming(I64(0), before)
+            phi.add_incoming(after, added)
         builder.position_at_end(done)
-        for p, value in zip(places, later, strict=True):
-            builder.store(value, p, align=4)
         return context.get_dummy_value()
 
     @intrinsic
-    def chained(typing_context, a, a_row, a_column, b, b_row, c, c_row, depth):
-        return void(*[int64] * 8), emit
+    def chained(typing_context, a, a_row, a_column, b, b_row, c, c_row, ends, count):
+        return void(*[int64] * 9), emit
 
     return chained
 
 
-tile_4x64, tile_8x16, tile_4x1 = tile(4, 4, 16), tile(8, 1, 16), tile(4, 1, 1)
+tile_6x64, tile_4x64, tile_8x16 = tile(6, 4, 16), tile(4, 4, 16), tile(8, 1, 16)
+tile_4x1 = tile(4, 1, 1)
 tile_1x64, tile_1x16, tile_1x1 = tile(1, 4, 16), tile(1, 1, 16), tile(1, 1, 1)
 
 
 @inner
-def chain(a, b, c):
-    """c[m, n] = fma(a[m, k], b[k, n], c[m, n]), k ascending; columns of b and c are next to each other."""
-    if a.shape[1]:
+def chain(a, b, c, ends, tall):
+    """Add a @ b to c, a chain up to each of `ends` along k; columns of b and c are next to each other.
+
+    `tall`: tiles have six rows, not four, which is faster where rows of a touch or chains short.
+    """
+    if ends.size:
         walk_tiles(
             *(a.ctypes.data, a.strides[0], a.strides[1], b.ctypes.data, b.strides[0]),
-            *(c.ctypes.data, c.strides[0], c.shape[0], c.shape[1], a.shape[1]),
+            *(c.ctypes.data, c.strides[0], c.shape[0], c.shape[1], ends, tall),
         )
 
 
 @inner
-def walk_tiles(a, ar, ac, b, br, c, cr, high, wide, depth):
+def blocks_of(count):
+    """Where chains of K_BLOCK end."""
+    ends = np.arange(1, (count + K_BLOCK - 1) // K_BLOCK + 1) * K_BLOCK
+    ends[-1] = count
+    return ends
+
+
+@inner
+def walk_tiles(a, ar, ac, b, br, c, cr, high, wide, bounds, tall):
     """`chain` by addresses and strides in bytes."""
-    n = 0
+    n, ends, chains = 0, bounds.ctypes.data, bounds.size
     while n < wide:
         left = wide - n
         width = 64 if left >= 64 else (16 if left >= 16 else 1)
-        rows = 8 if width == 16 else 4
-        whole = high // rows * rows
-        bn = b + 4 * n
-        for m in range(0, whole, rows):
+        bn, m = b + 4 * n, 0
+        while m < high:
             am, cm = a + m * ar, c + m * cr + 4 * n
+            rows = 1
             if width == 64:
-                tile_4x64(am, ar, ac, bn, br, cm, cr, depth)
+                if high - m >= 6 and tall:
+                    rows = 6
+                    tile_6x64(am, ar, ac, bn, br, cm, cr, ends, chains)
+                elif high - m >= 4:
+                    rows = 4
+                    tile_4x64(am, ar, ac, bn, br, cm, cr, ends, chains)
+                else:
+                    tile_1x64(am, ar, ac, bn, br, cm, cr, ends, chains)
             elif width == 16:
-                tile_8x16(am, ar, ac, bn, br, cm, cr, depth)
+                if high - m >= 8:
+                    rows = 8
+                    tile_8x16(am, ar, ac, bn, br, cm, cr, ends, chains)
+                else:
+                    tile_1x16(am, ar, ac, bn, br, cm, cr, ends, chains)
+            elif high - m >= 4:
+                rows = 4
+                tile_4x1(am, ar, ac, bn, br, cm, cr, ends, chains)
             else:
-                tile_4x1(am, ar, ac, bn, br, cm, cr, depth)
-        for m in range(whole, high):
-            am, cm = a + m * ar, c + m * cr + 4 * n
-            if width == 64:
-                tile_1x64(am, ar, ac, bn, br, cm, cr, depth)
-            elif width == 16:
-                tile_1x16(am, ar, ac, bn, br, cm, cr, depth)
-            else:
-                tile_1x1(am, ar, ac, bn, br, cm, cr, depth)
+                tile_1x1(am, ar, ac, bn, br, cm, cr, ends, chains)
+            m += rows
         n += width
 
 
@@ -219,7 +254,7 @@ def scatter(block, pairs, out):
 @inner
 def gate_and_up(x, matrix, pairs, top_k, lanes):
     block = np.zeros((matrix.shape[0], lanes), np.float32)
-    chain(matrix, gather(x, pairs, top_k, lanes), block)
+    chain(matrix, gather(x, pairs, top_k, lanes), block, blocks_of(x.shape[1]), False)
     return block
 
 
@@ -237,7 +272,7 @@ def compute_pairs(x, order, top_k, gate_up, down, y, expert, first, last, probe)
             gate = block[i, r]
             block[i, r] = gate * sigmoid(gate) * block[inside + i, r]
     found = np.zeros((down.shape[1], lanes), np.float32)
-    chain(down[expert], block[:inside], found)
+    chain(down[expert], block[:inside], found, blocks_of(inside), False)
     scatter(found, pairs, y)
     return keeps_denormals(probe)
 
@@ -276,8 +311,12 @@ def differentiate_pairs(
     lanes, inside = lanes_of(pairs.size), down.shape[2]
     block = gate_and_up(x, gate_up[expert], pairs, top_k, lanes)
     dact = np.zeros((inside, lanes), np.float32)
-    chain(down[expert].T, gather(dout, pairs, top_k, lanes), dact)
-    share, projected = np.zeros(lanes, np.float32), np.zeros(lanes, np.float32)
+    chain(down[expert].T, gather(dout, pairs, top_k, lanes), dact, blocks_of(dout.shape[1]), True)
+    share, projected, part = (
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+    )
     for r in range(pairs.size):
         share[r] = weights[pairs[r] // top_k, pairs[r] % top_k]
     act = np.empty((inside, lanes), np.float32)
@@ -287,16 +326,20 @@ def differentiate_pairs(
             s = sigmoid(gate)
             silu = gate * s
             act[i, r] = silu * up
-            projected[r] = fma(dact[i, r], act[i, r], projected[r])
+            part[r] = fma(dact[i, r], act[i, r], part[r])
             d = dact[i, r] * share[r]
             block[i, r] = d * up * fma(silu, ONE - s, s)
             block[inside + i, r] = d * silu
             act[i, r] *= share[r]
+        if (i + 1) % DOT_BLOCK == 0 or i + 1 == inside:
+            for r in range(lanes):
+                projected[r] += part[r]
+                part[r] = ZERO
     for r in range(pairs.size):
         dweights[pairs[r]] = canonical(projected[r])
     if dy.shape[0]:
         found = np.zeros((x.shape[1], lanes), np.float32)
-        chain(gate_up[expert].T, block, found)
+        chain(gate_up[expert].T, block, found, blocks_of(2 * inside), True)
         scatter(found, pairs, dy)
     if dblock.shape[0]:
         for i in range(2 * inside):
@@ -310,10 +353,15 @@ def differentiate_pairs(
 
 
 @entry
-def differentiate_matrix(left, right, out, start, expert, first, last, probe):
-    """Add to rows `start` on of an expert's matrix: one chain over its pairs, in their order."""
+def differentiate_matrix(left, right, order, top_k, out, start, expert, first, last, probe):
+    """Add to rows `start` on of an expert's matrix the sums over its pairs, in their order."""
     rows = out[expert, start : min(start + MATRIX_ROWS, out.shape[1])]
-    chain(left[start : start + rows.shape[0], first:last], right[first:last], rows)
+    ends, count, begin = np.empty(last - first, np.int64), 0, first
+    for i in range(first + 1, last + 1):
+        if i == last or i - begin == BLOCK or order[i] // top_k // BLOCK != order[begin] // top_k // BLOCK:
+            ends[count], count, begin = i - first, count + 1, i
+    own = left[start : start + rows.shape[0], first:last]
+    chain(own, right[first:last], rows, ends[:count], True)
     for m in range(rows.shape[0]):
         for n in range(rows.shape[1]):
             rows[m, n] = canonical(rows[m, n])
@@ -332,7 +380,7 @@ UNCOMPILED = {
     differentiate_pairs: boolean(
         *(ROWS_IN, ROWS_IN, ROWS_IN, WHOLE, int64, STACK_IN, STACK_IN, MATRIX, VECTOR, MATRIX, MATRIX, *TASK)
     ),
-    differentiate_matrix: boolean(ROWS_IN, MATRIX, STACK_OUT, int64, *TASK),
+    differentiate_matrix: boolean(ROWS_IN, MATRIX, WHOLE, int64, STACK_OUT, int64, *TASK),
 }
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -441,10 +489,15 @@ def differentiate(x, weights, experts, gate_up, down, dout, dx, dweights, dgate_
     whole = pieces(starts, max(1, len(order)))
     if dgate_up is not None:
         tasks = [(at, *each) for each in whole for at in range(0, 2 * inside, MATRIX_ROWS)]
-        share(differentiate_matrix, (dblock, x[order // top_k], dgate_up), tasks, plan["parts"])
+        share(differentiate_matrix, (dblock, x[order // top_k], order, top_k, dgate_up), tasks, plan["parts"])
     if ddown is not None:
         tasks = [(at, *each) for each in whole for at in range(0, width, MATRIX_ROWS)]
-        share(differentiate_matrix, (dout[order // top_k].T, weighted, ddown), tasks, plan["parts"])
+        share(
+            differentiate_matrix,
+            (dout[order // top_k].T, weighted, order, top_k, ddown),
+            tasks,
+            plan["parts"],
+        )
 
 
 def chosen_schedule(x, experts, down):
@@ -456,7 +509,7 @@ def chosen_schedule(x, experts, down):
 
 
 def numerics(constant_axes):
-    return {}
+    return {"k_block": K_BLOCK}
 
 
 def schedule(axes, knobs):

@@ -171,8 +171,8 @@ CONTRACT = Contract(
         each for each in relations(gradients=True, graph=False) if each.name != "gradient_accumulation"
     ),
     accuracy=(
-        AccuracyBound("weights", factor=2.0, floor=5e-7, regimes=FORWARD),
-        AccuracyBound("dlogits", factor=2.0, floor=1e-6, regimes=BACKWARD),
+        AccuracyBound("weights", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("dlogits", factor=1.25, floor=1e-6, regimes=BACKWARD, gross=6.0),
     ),
     canonical_nan=True,
 )

@@ -3,8 +3,9 @@
     y[t, h, j] = x[t, h, j] * r[t, h] * w[j]        r[t, h] = 1 / sqrt(sum_j x[t, h, j]^2 / head_dim + eps)
 
 for q with q's weight and for k with k's. The order of every sum is README.md's: LANES partial sums along a
-head, added by halving; the gradient of w adds blocks of BLOCK heads, a token's heads in order and token after
-token. A task is some tokens, or for the gradient of w some columns, so that no schedule can change a bit.
+head, added by halving; the gradient of w adds FOLD heads, FOLD such sums, FOLD of these and then those in
+order, a token's heads in order and token after token, anew from every TOKEN_BLOCK tokens. A task is some
+tokens, or for the gradient of w some columns, so that no schedule can change a bit.
 """
 
 import os
@@ -25,7 +26,8 @@ KNOBS = {
     "THREAD_COST": ("schedule", (8192, 32768, 131072, 524288)),
 }
 
-BLOCK = 64
+FOLD = 8
+TOKEN_BLOCK = 64
 NAN = np.float32(np.nan)
 ZERO, ONE = np.float32(0), np.float32(1)
 DENORMAL_PROBE = np.array([2.0**-100, 2.0**-40, 2.0**100], np.float32)  # their product passes a denormal
@@ -203,24 +205,38 @@ def differentiate_heads(x, weight, dout, eps, dx, factors, start, stop, probe):
     return keeps_denormals(probe)
 
 
+@inner
+def flush(part, total):
+    """Add a sum to that of the level above and begin it anew."""
+    for j in range(part.shape[0]):
+        total[j] = canonical(total[j] + part[j])
+        part[j] = ZERO
+
+
 @entry
 def differentiate_weight(x, dout, factors, dweight, start, stop, probe):
-    """Columns start to stop - 1: blocks of heads from the first token's first, each from +0."""
+    """Columns start to stop - 1: sums of FOLD heads, of FOLD of them, and of FOLD of those, each from +0."""
     width, first, given = np.int64(stop - start), address(x) + 4 * start, address(dout) + 4 * start
-    part = np.zeros(width, np.float32)
-    count, heads = 0, x.shape[0] * x.shape[1]
+    one, two, three = np.zeros(width, np.float32), np.zeros(width, np.float32), np.zeros(width, np.float32)
+    count = 0
     for t in range(x.shape[0]):
+        ends = (t + 1) % TOKEN_BLOCK == 0 or t + 1 == x.shape[0]
         for h in range(x.shape[1]):
             r = factors[t, h]
             a = row_at(first + t * x.strides[0] + h * x.strides[1], width)
             d = row_at(given + t * dout.strides[0] + h * dout.strides[1], width)
             for j in range(width):
-                part[j] = fma(d[j], a[j] * r, part[j])
+                one[j] = fma(d[j], a[j] * r, one[j])
             count += 1
-            if count % BLOCK == 0 or count == heads:
-                for j in range(width):
-                    dweight[start + j] = canonical(dweight[start + j] + part[j])
-                    part[j] = ZERO
+            last = ends and h + 1 == x.shape[1]
+            if count % FOLD == 0 or last:
+                flush(one, two)
+            if count % (FOLD * FOLD) == 0 or last:
+                flush(two, three)
+            if count % (FOLD * FOLD * FOLD) == 0 or last:
+                flush(three, dweight[start:stop])
+            if last:
+                count = 0
     return keeps_denormals(probe)
 
 

@@ -100,9 +100,9 @@ CONTRACT = Contract(
     knobs=(Knob("lanes", (8, 16, 32, 64), 16, "partial sums along a row"),),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("out", factor=2.0, floor=5e-7, regimes=FORWARD),
-        AccuracyBound("dx", factor=2.0, floor=5e-7, regimes=BACKWARD),
-        AccuracyBound("dweight", factor=2.0, floor=5e-7, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("dx", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dweight", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )

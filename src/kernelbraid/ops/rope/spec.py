@@ -128,7 +128,7 @@ CONTRACT = Contract(
     special_values=SPECIAL_VALUES,
     knobs=(),
     relations=_relations(graph=False),
-    accuracy=_accuracy(1.5, 2e-7),
+    accuracy=_accuracy(1.25, 2e-7),
     canonical_nan=True,
 )
 

@@ -94,9 +94,9 @@ CONTRACT = Contract(
     knobs=(Knob("exp2_degree", (4, 5, 6, 7), 6, "degree of the exponential's polynomial"),),
     relations=relations(gradients=True, graph=False),
     accuracy=(
-        AccuracyBound("out", factor=2.0, floor=5e-7, regimes=FORWARD),
-        AccuracyBound("dgate", factor=2.0, floor=5e-7, regimes=BACKWARD),
-        AccuracyBound("dup", factor=2.0, floor=5e-7, regimes=BACKWARD),
+        AccuracyBound("out", factor=1.25, floor=2e-7, regimes=FORWARD),
+        AccuracyBound("dgate", factor=1.25, floor=2e-7, regimes=BACKWARD),
+        AccuracyBound("dup", factor=1.25, floor=2e-7, regimes=BACKWARD),
     ),
     canonical_nan=True,
 )
