@@ -146,7 +146,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     if causal and rows != keys:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
     found = functional.scaled_dot_product_attention(
-        *(each.transpose(0, 1)[None] for each in (q, k, v)),
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=causal and mask is None,
         enable_gqa=q.shape[1] != k.shape[1],
