@@ -229,6 +229,8 @@ class LoggingSection(Section):
     """Rollouts between two rows."""
     completions: Annotated[int, Field(ge=0)] = 1
     """Texts of a rollout that are kept with its row."""
+    tensorboard: bool = False
+    """Scalars for TensorBoard too (extra `tensorboard`)."""
 
 
 class Config(Section):

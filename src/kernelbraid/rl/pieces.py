@@ -37,9 +37,14 @@ class Piece:
     """int64 [T]: places among the R rows of the completions' tokens, in order."""
 
 
+def filled(tokens: int) -> int:
+    """The next multiple of 64."""
+    return -(-tokens // TOKEN_BLOCK) * TOKEN_BLOCK
+
+
 def padded(completion: Completion) -> int:
     """Tokens that a completion takes in a piece: prompt and completion without the last token, filled up."""
-    return _up(max(1, len(completion.prompt) + len(completion.tokens) - 1))
+    return filled(max(1, len(completion.prompt) + len(completion.tokens) - 1))
 
 
 def cut(completions: Sequence[Completion], most: int) -> Iterator[range]:
@@ -75,7 +80,7 @@ def piece(completions: Sequence[Completion], device: torch.device | str) -> Piec
         sequence = torch.zeros(size, dtype=torch.int32)
         held = min(size, len(whole))
         sequence[:held] = whole[:held]
-        low, high = start // TOKEN_BLOCK * TOKEN_BLOCK, _up(start + max(1, len(each.tokens)))
+        low, high = start // TOKEN_BLOCK * TOKEN_BLOCK, filled(start + max(1, len(each.tokens)))
         after = torch.full((high - low,), IGNORED, dtype=torch.int32)
         after[start - low : start - low + len(each.tokens)] = each.tokens
         ids.append(sequence)
@@ -113,7 +118,3 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor, each at most once: its gradient is copied, never added, so that it has one order."""
     found: Tensor = _Rows.apply(x, index, x.shape[0])  # type: ignore[no-untyped-call]
     return found
-
-
-def _up(tokens: int) -> int:
-    return -(-tokens // TOKEN_BLOCK) * TOKEN_BLOCK

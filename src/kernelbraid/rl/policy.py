@@ -86,7 +86,8 @@ class Policy:
         self.kernels = choose(Kernels, "kernels", kernels)
         vendor = self.kernels == Kernels.VENDOR
         self.operators: Operators = Vendor() if vendor else UNIFIED
-        self.decoder = replace(decoder, operators=self.operators)
+        positions = pieces.filled(decoder.positions)  # the update fills sequences up
+        self.decoder = replace(decoder, operators=self.operators, positions=positions)
         self.value = ValueHead.zero(decoder) if value else None
         more = self.value.tensors() if self.value is not None else {}
         self.parameters: dict[str, Tensor] = {**dict(decoder.weights.tensors()), **more}

@@ -108,7 +108,8 @@ def export(decoder: Decoder, config: Config, folder: Path, target: Path) -> Path
     architecture = AutoConfig.from_pretrained(where, **given)
     if getattr(architecture, "quantization_config", None) is not None:
         del architecture.quantization_config
-    model = AutoModelForCausalLM.from_config(architecture, dtype=decoder.weights.norm.dtype)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(architecture, dtype=decoder.weights.norm.dtype)
     model.load_state_dict(to_state(decoder.config, decoder.weights), strict=False)
     new = target.with_name(f".new-{target.name}-{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)

@@ -123,7 +123,7 @@ class Updater:
             if not any(lengths[i] for i in places):
                 continue
             loss = self._piece(prepared, places, step, value, first)
-            value = float(loss.value)
+            value = float(loss.value.detach())
             loss.value.backward()  # type: ignore[no-untyped-call]
             clipped += int(loss.stats.clipped_low) + int(loss.stats.clipped_high)
             largest = max(largest, float(loss.stats.largest_log_ratio))
