@@ -14,8 +14,10 @@ from kernelbraid.models.config import named
 from kernelbraid.models.load import drawn
 from kernelbraid.models.model import Decoder
 from kernelbraid.models.vendor import Vendor
+from kernelbraid.rl.config import Config, parse_config
 from kernelbraid.rl.policy import Policy
 from kernelbraid.rl.recording import FORMAT, Calls, Recording, phase_of
+from kernelbraid.rl.trainer import train
 from kernelbraid.search import recorded
 from kernelbraid.search.recorded import read_recorded
 
@@ -225,3 +227,45 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_reader_and_writer_name_one_format() -> None:
     assert recorded.FORMAT == FORMAT
+
+
+def a_config(folder: Path) -> Config:
+    (folder / "prompts.jsonl").write_text('{"prompt": "count: "}\n{"prompt": "x"}\n')
+    (folder / "digits.py").write_text(
+        "def reward(completion, record):\n    return sum(each.isdigit() for each in completion)\n"
+    )
+    made = {
+        "algorithm": "grpo",
+        "rollouts": 2,
+        "model": {"random": {"layers": LAYERS, "hidden": 32, "intermediate": 48}},
+        "task": {"kind": "jsonl", "path": "prompts.jsonl", "reward": "digits.py:reward", "template": "plain"},
+        "sampling": {"max_tokens": 6},
+        "rollout": {"prompts": 2, "group_size": 2, "cache_tokens": 600},
+        "update": {"learning_rate": 0.01, "minibatches": 2},
+        "checkpoints": {"folder": "checkpoints"},
+    }
+    return parse_config(made)
+
+
+def test_a_training_run_writes_its_workloads(tmp_path: Path) -> None:
+    """Two minibatches a rollout and a spot check are passes; the weights are those of any other run."""
+    folders = [tmp_path / name for name in ("plain", "recorded")]
+    for folder in folders:
+        folder.mkdir()
+    plain = train(a_config(folders[0]), folder=folders[0])
+    file = folders[1] / "w.json"
+    seen = train(a_config(folders[1]), folder=folders[1], workloads=file)
+    assert plain["weights"] == seen["weights"] and seen["logprob_mismatch_max"] == 0
+    assert json.loads(file.read_text())["steps"] == 2
+    weights: dict[str, float] = {}
+    for each in read_recorded(file, ops.get("attention")).workloads:
+        weights[each.phase] = weights.get(each.phase, 0.0) + each.weight
+    assert weights["backward"] == 2 * LAYERS and weights["update"] == 3 * LAYERS
+    assert weights["prefill"] == LAYERS and LAYERS <= weights["decode"] <= 5 * LAYERS
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_work(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "none" / "w.json"):
+        with pytest.raises(ValueError, match="must be a file in a folder that exists"):
+            train(a_config(tmp_path), folder=tmp_path, workloads=place)
+    assert not (tmp_path / "checkpoints").exists()

@@ -204,6 +204,13 @@ class Recording(Operators):
         self.calls.add("attention", phase, sum(new * all_ for new, all_ in held), fixed, ragged)
 
 
+def check_place(path: str | Path) -> None:
+    """Raise ValueError where a file cannot be written to, before a run that would end with it."""
+    place = Path(path)
+    if place.is_dir() or not place.absolute().parent.is_dir():
+        raise ValueError(f"workloads: {place} must be a file in a folder that exists")
+
+
 def phase_of(queries: Sequence[int], keys: Sequence[int]) -> str:
     """The regime of a call on the paged cache.
 

@@ -22,6 +22,7 @@ from kernelbraid.rl.parallel import Group
 from kernelbraid.rl.phases import Clock, Scored, prepare, rollout, score
 from kernelbraid.rl.policy import Policy, frozen
 from kernelbraid.rl.progress import Log, Told, memory
+from kernelbraid.rl.recording import Calls, check_place
 from kernelbraid.rl.records import RolloutBatch, Snapshot
 from kernelbraid.rl.reuse import Mode
 from kernelbraid.rl.sources import LAST, export, read_source
@@ -94,6 +95,7 @@ class Trainer:
         self.rewards: list[float | None] = []
         self.tokens = 0
         self.clock = Clock()
+        self.calls: Calls | None = None
         self.initial = self.policy.digest()
         self.checkpoints: Checkpoints | None = None
         self._resume(resume)
@@ -160,6 +162,13 @@ class Trainer:
             export(self.policy.decoder, self.config, self.folder, target)
         return self.summary()
 
+    def record(self) -> Calls:
+        """Count the calls of attention and linear from now on, which changes no bits; returns the counts."""
+        if self.calls is None:
+            self.calls = Calls()
+            self.policy.record(self.calls)
+        return self.calls
+
     def step(self) -> dict[str, Any]:
         """One rollout and its update; returns its row."""
         return self._step()
@@ -216,6 +225,8 @@ class Trainer:
         except BaseException:
             self.feed.restore(state)
             raise
+        if self.calls is not None:
+            self.calls.steps += 1
         self.clock.add(clock)
         self.tokens += clock.tokens["rollout"]
         self.rewards.append(scored.mean)
@@ -364,7 +375,7 @@ def train(
         resume: go on from the newest checkpoint; False refuses a folder that has one.
         rollouts: replaces the configured number.
         told: gets a row after each rollout.
-        workloads: where the calls of attention and linear layers are written to; see `workloads`.
+        workloads: file that the calls of attention and linear layers are written to; see `recording`.
 
     Returns:
         The summary: rewards, tokens, how many batches were reused, seconds by phase.
@@ -380,5 +391,11 @@ def train(
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         config = config.model_copy(update={"rollouts": rollouts})
+    if workloads is not None:
+        check_place(workloads)
     with Trainer(config, folder or ".", resume=resume) as trainer:
-        return trainer.run(told)  # WORKLOADS
+        calls = None if workloads is None else trainer.record()
+        summary = trainer.run(told)
+        if calls is not None and workloads is not None and trainer.group.first:
+            calls.write(workloads)
+        return summary
