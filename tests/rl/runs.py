@@ -7,10 +7,10 @@ from typing import Any
 from kernelbraid.rl.config import Config, parse_config
 from kernelbraid.rl.trainer import Trainer
 
-REWARD = '''
+REWARD = """
 def reward(completion, record):
     return sum(each.isdigit() for each in completion) / max(1, len(completion))
-'''
+"""
 
 
 def folder(place: Path) -> Path:

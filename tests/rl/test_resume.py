@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("pydantic")
 
+from tests.rl.runs import config, folder
+
 from kernelbraid.rl.checkpoint import Checkpoints
 from kernelbraid.rl.trainer import Trainer, train
-from tests.rl.runs import config, folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,10 +131,15 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     [
         ({"update": {"learning_rate": 0.5}}, "update.learning_rate was 0.01 and is 0.5"),
         ({"seed": 9}, "seed was 3 and is 9"),
-        ({"model": {"random": {"layers": 1, "hidden": 64, "intermediate": 48}}}, "model.random.hidden was 32"),
+        (
+            {"model": {"random": {"layers": 1, "hidden": 64, "intermediate": 48}}},
+            "model.random.hidden was 32",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     train(config(rollouts=1), folder=folder(tmp_path))
     with pytest.raises(ValueError, match=message):
         train(config(**{"rollouts": 2, **changes}), folder=tmp_path)
@@ -161,11 +167,11 @@ def test_one_process_a_folder_and_no_resume(tmp_path: Path) -> None:
         train(config(rollouts=2), folder=tmp_path, resume=False)
     made = Checkpoints(tmp_path / "checkpoints", 2)
     try:
-        code = f"from pathlib import Path; from kernelbraid.rl.checkpoint import Checkpoints as C; C(Path({str(tmp_path / 'checkpoints')!r}), 1)"
+        code = "import pathlib, sys; from kernelbraid.rl.checkpoint import Checkpoints; "
+        code += "Checkpoints(pathlib.Path(sys.argv[1]), 1)"
+        command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        found = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert "another process trains in" in found.stderr
     finally:
         made.close()

@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from tests.rl.runs import config, curve, document, folder
+
 from kernelbraid.rl import trainer as training
 from kernelbraid.rl.config import parse_config
 from kernelbraid.rl.reuse import ReuseError
 from kernelbraid.rl.spot_check import MismatchError
 from kernelbraid.rl.trainer import Trainer, train
-from tests.rl.runs import config, curve, document, folder
 
 PPO: dict[str, Any] = {"algorithm": "ppo", "ppo": {"entropy_weight": 0.01}, "kl": {"weight": 0.05}}
 
@@ -49,7 +50,9 @@ def test_ppo_reuse_equals_recompute(tmp_path: Path) -> None:
 
 def test_ppo_with_the_penalty_in_the_rewards(tmp_path: Path) -> None:
     weights = [
-        curve(config(algorithm="ppo", rollouts=2, kl={"weight": weight, "placed": "reward"}), tmp_path / str(i))
+        curve(
+            config(algorithm="ppo", rollouts=2, kl={"weight": weight, "placed": "reward"}), tmp_path / str(i)
+        )
         for i, weight in enumerate((0.0, 0.5))
     ]
     assert weights[0][1][-1] != weights[1][1][-1]
@@ -58,7 +61,10 @@ def test_ppo_with_the_penalty_in_the_rewards(tmp_path: Path) -> None:
 def test_vendor_with_forced_reuse_is_detected(tmp_path: Path) -> None:
     """The negative control: other bits in rollout and update do not get past the spot check."""
     made = config(model={"kernels": "vendor"}, reuse={"mode": "require"}, rollouts=10)
-    with Trainer(made, folder(tmp_path)) as trainer, pytest.raises(MismatchError, match="numbers, first the log"):
+    with (
+        Trainer(made, folder(tmp_path)) as trainer,
+        pytest.raises(MismatchError, match="numbers, first the log"),
+    ):
         trainer.run()
     assert trainer.old.counters.logprob_mismatch_max > 0
 

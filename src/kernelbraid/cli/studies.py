@@ -61,6 +61,13 @@ def search(
         Path | None,
         typer.Option(help="Folder to make; default: studies/OPERATOR-DATE-N here.", metavar="FOLDER"),
     ] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `train --record-workloads` wrote, to optimize for; default: the operator's grid.",
+            metavar="FILE",
+        ),
+    ] = None,
     job: Annotated[
         Path | None,
         typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
@@ -83,8 +90,10 @@ def search(
     from kernelbraid.search import travel
     from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers.llm_settings import LlmSettings
+    from kernelbraid.search.recorded import read_workloads
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study
 
+    timed = None if workloads is None else read_workloads(workloads, operator, device)
     llm = None
     if proposer == "llm":
         llm = LlmSettings.of(
@@ -104,6 +113,7 @@ def search(
         operator,
         root,
         device=device,
+        workloads=timed,
         policy=policy,
         minutes=minutes,
         audits=audits,

@@ -16,6 +16,7 @@ from kernelbraid.rl.choices import choose
 from kernelbraid.rl.config import Kernels
 from kernelbraid.rl.records import Completion
 from kernelbraid.rl.spot_check import Recomputed
+from kernelbraid.rl.workloads import Recorder, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,12 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return self.decoder.weights.norm.device
+
+    def record(self, recorder: Recorder) -> None:
+        """Count calls of attention and linear layers from now on."""
+        self.operators = Recording(self.operators, recorder)
+        self.decoder = replace(self.decoder, operators=self.operators)
+        self._trained = replace(self._trained, operators=Recording(self._trained.operators, recorder))
 
     def zero_grad(self) -> None:
         """Begin an optimizer step."""

@@ -29,6 +29,7 @@ from kernelbraid.rl.spot_check import Counters, OldLogprobs
 from kernelbraid.rl.tasks.chat import Encoder
 from kernelbraid.rl.tasks.feed import Feed
 from kernelbraid.rl.update import Step, Updater
+from kernelbraid.rl.workloads import Recorder
 
 FREE = ("rollouts", "checkpoints", "logging")
 """Parts of a configuration that may change between an interrupted run and the one that goes on."""
@@ -381,4 +382,15 @@ def train(
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         config = config.model_copy(update={"rollouts": rollouts})
     with Trainer(config, folder or ".", resume=resume) as trainer:
-        return trainer.run(told)  # WORKLOADS
+        if workloads is None:
+            return trainer.run(told)
+        place, recorder = Path(workloads), Recorder()
+        if not place.parent.is_dir():
+            raise ValueError(f"there is no folder {place.parent} to write workloads to")
+        begun = trainer.done
+        trainer.policy.record(recorder)
+        found = trainer.run(told)
+        recorder.rollouts = trainer.done - begun
+        if trainer.group.first:
+            recorder.write(place, config.model.dtype, config.model.device)
+        return found
