@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("pydantic")
+
 from tests.rl.rollouts import completion
 
 from kernelbraid import ops
@@ -198,6 +201,16 @@ def test_calls_that_weigh_nothing_are_left_out_and_told(tmp_path: Path) -> None:
     assert 0 < found.left_out < recorded.LEAST and found.shapes == 2
 
 
+def test_workloads_have_different_names(tmp_path: Path) -> None:
+    """Names show the shortest and longest length alone: those in between do not tell workloads apart."""
+    lengths = [[100, 900, 150], [100, 900, 500], [100, 900, 850]]
+    entries = [entry(1, 4) for _ in lengths]
+    for each, length in zip(entries, lengths, strict=True):
+        each["axes"] = {**entry(1, 4)["axes"], "batch": 3, "length": length}  # type: ignore[dict-item]
+    found = read_recorded(written(tmp_path / "w.json", document(*entries)), ops.get("attention"))
+    assert [each.weight for each in found.workloads] == [6]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -206,6 +219,7 @@ def test_calls_that_weigh_nothing_are_left_out_and_told(tmp_path: Path) -> None:
         (document(), "holds no calls of attention"),
         (document(entry(5, 1), steps=0), "steps must be at least 1"),
         (document(entry(5, 1), dtype="float8"), "recorded in float8"),
+        (document(entry(5, 1), device="cuda"), "was recorded on cuda, the search is for cpu"),
         (document(entry(5, 1, "dreaming")), "entry 0 is no workload: phase must be one of"),
         (document(entry(5, 0)), "entry 0 is no workload: weight and limit must be positive"),
         (document({"phase": "decode", "axes": {"batch": 1}, "calls": 1}), "entry 0 is no workload"),

@@ -256,7 +256,7 @@ def _recorded(operator: str, device: str, file: Path) -> Any:
     from kernelbraid import ops
     from kernelbraid.search.recorded import read_recorded
 
-    found = read_recorded(file, ops.get(operator, device))
+    found = read_recorded(file, ops.get(operator, device), device)
     say(
         f"{len(found.workloads)} workloads stand for {found.shapes} recorded shapes; calls with "
         f"{found.left_out:.2%} of their least time are left out"

@@ -25,8 +25,7 @@ class Recorded:
     """One operator's part of a file."""
 
     workloads: tuple[Workload, ...]
-    """Weights are calls a step."""
-    device: str
+    """Of different names; weights are calls a step."""
     dtype: str
     shapes: int
     """That the file holds, all calls of them counted in the workloads' weights but for `left_out`."""
@@ -34,7 +33,7 @@ class Recorded:
     """Share of the least time in calls that weigh too little to be measured."""
 
 
-def read_recorded(path: str | Path, operator: Operator, *, each: int = EACH) -> Recorded:
+def read_recorded(path: str | Path, operator: Operator, device: str = "cpu", *, each: int = EACH) -> Recorded:
     """Choose the workloads that stand for a run.
 
     Calls of one phase and one shape of a model are cut, in the order of their cost, into at most `each` parts
@@ -43,12 +42,16 @@ def read_recorded(path: str | Path, operator: Operator, *, each: int = EACH) -> 
     Args:
         path: the file.
         operator: whose calls.
+        device: `cpu` or `cuda`, which must be that of the run.
         each: workloads of each phase and shape.
 
     Raises:
-        ValueError: no such file, another format, no calls of the operator, or a shape outside its contract.
+        ValueError: no such file, another format or device, no calls of the operator, or a shape outside its
+            contract.
     """
     document = _document(path)
+    if document["device"] != device:
+        raise ValueError(f"{path} was recorded on {document['device']}, the search is for {device}")
     counted = document["operators"].get(operator.name)
     if not counted:
         known = ", ".join(sorted(document["operators"])) or "nothing"
@@ -64,17 +67,21 @@ def read_recorded(path: str | Path, operator: Operator, *, each: int = EACH) -> 
     kinds: dict[tuple[object, ...], list[Workload]] = defaultdict(list)
     for call in calls:
         kinds[call.phase, *operator.constant_axes(call).items(), call.shape.get("page_size")].append(call)
-    chosen, left_out = [], 0.0
+    chosen: dict[str, Workload] = {}
+    left_out = 0.0
     for kind in kinds.values():
         for part in _parts(sorted(kind, key=lambda call: (costs[call], call.name)), costs, each):
             share = math.fsum(call.weight * costs[call] for call in part) / total
             if share < LEAST:
                 left_out += share
             else:
-                chosen.append(_stands_for(part, costs))
+                made = _stands_for(part, costs)
+                same = chosen.get(made.name)
+                weight = made.weight + (same.weight if same is not None else 0.0)
+                chosen[made.name] = Workload(made.phase, made.axes, weight)
     order = {phase: i for i, phase in enumerate(REGIMES)}
-    chosen.sort(key=lambda call: order[call.phase])
-    return Recorded(tuple(chosen), str(document["device"]), dtype, len(calls), left_out)
+    found = tuple(sorted(chosen.values(), key=lambda call: order[call.phase]))
+    return Recorded(found, dtype, len(calls), left_out)
 
 
 def _document(path: str | Path) -> Mapping[str, Any]:
