@@ -150,6 +150,10 @@ class RolloutSection(Section):
     """Completions of each prompt."""
     cache_tokens: Positive = 1024
     """The longest sequence, prompt and completion, that the cache has pages for."""
+    concurrent: Positive = 64
+    """The most completions that are drawn at a time; the cache has room for all of them at their longest."""
+    step_tokens: Positive = 512
+    """The most tokens of a call of the model: one a running completion, the rest for pieces of prompts."""
     record: tuple[Named, ...] = (Named.WHOLE, Named.PROCESSED)
     """Which log-probabilities; `processed` costs nothing where nothing is cut, penalised or biased."""
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kernelbraid.rl.advantages import generalized_advantages, group_advantages, whiten
 from kernelbraid.rl.config import GaeSection, Old
-from kernelbraid.rl.drawing import Wanted
-from kernelbraid.rl.lockstep import draw
 from kernelbraid.rl.losses import kl_estimate, token_rewards
 from kernelbraid.rl.packed import spread
 from kernelbraid.rl.policy import recompute
 from kernelbraid.rl.records import Completion, RolloutBatch
+from kernelbraid.rl.requests import group as requests_of
 from kernelbraid.rl.spot_check import Recomputed
 from kernelbraid.rl.tasks.feed import Prompt
 from kernelbraid.rl.update import Prepared
@@ -75,20 +74,18 @@ def rollout(trainer: "Trainer", number: int) -> tuple[RolloutBatch, list[Prompt]
     """Draw completions of the next prompts: every process its share, and all get the whole batch."""
     config, group = trainer.config, trainer.group
     prompts = trainer.feed.take(config.rollout.prompts)
-    wanted = [
-        Wanted(each.tokens, each.position, sample)
+    requests = [
+        request
         for each in group.mine(prompts)
-        for sample in range(config.rollout.group_size)
+        for request in requests_of(
+            each.tokens,
+            config.sampling,
+            prompt_index=each.position,
+            samples=config.rollout.group_size,
+        )
     ]
-    found = draw(
-        trainer.policy,
-        wanted,
-        config.sampling,
-        trainer.snapshot,
-        seed=config.seed,
-        ends=trainer.source.ends,
-    )
-    return RolloutBatch(number, tuple(group.gather(found))), prompts
+    found = trainer.engine.generate(requests, number=number)
+    return RolloutBatch(number, tuple(group.gather(found.completions))), prompts
 
 
 def score(trainer: "Trainer", batch: RolloutBatch, prompts: Sequence[Prompt]) -> Scored:

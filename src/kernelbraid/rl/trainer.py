@@ -9,22 +9,25 @@ interrupted, and with unified operators the arms `reuse` and `recompute` have th
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from kernelbraid.rl.arithmetic import snapshot_of
 from kernelbraid.rl.checkpoint import Checkpoints
 from kernelbraid.rl.config import Config, Old, make_task, read_config
-from kernelbraid.rl.drawing import architecture, bits_of
 from kernelbraid.rl.parallel import Group
 from kernelbraid.rl.phases import Clock, Scored, prepare, rollout, score
 from kernelbraid.rl.policy import Policy, frozen
 from kernelbraid.rl.progress import Log, Told, memory
 from kernelbraid.rl.recording import Calls, check_place
 from kernelbraid.rl.records import RolloutBatch, Snapshot
+from kernelbraid.rl.requests import EngineSettings
 from kernelbraid.rl.reuse import Mode
+from kernelbraid.rl.rollout import Engine
 from kernelbraid.rl.sources import LAST, export, read_source
 from kernelbraid.rl.spot_check import Counters, OldLogprobs
 from kernelbraid.rl.tasks.chat import Encoder
@@ -89,7 +92,7 @@ class Trainer:
         mode = Mode.NEVER if config.reuse.old == Old.RECOMPUTE else config.reuse.mode
         self.old = OldLogprobs(config.objective, mode, config.reuse.spot_check)
         self.run_name = group.gather([uuid.uuid4().hex])[0]
-        self.bits = bits_of(self.policy)
+        self.bits = snapshot_of(self.policy.decoder, version=0, run=self.run_name).bits_id
         self.done = 0
         """Rollouts, each with its update."""
         self.rewards: list[float | None] = []
@@ -113,12 +116,27 @@ class Trainer:
     @property
     def snapshot(self) -> Snapshot:
         """The policy as it is now."""
-        return Snapshot(
-            version=self.updater.steps,
-            bits_id=self.bits,
-            dtype=self.config.model.dtype,
-            device=architecture(self.policy.device),
+        return snapshot_of(self.policy.decoder, version=self.updater.steps, run=self.run_name)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What draws completions, on the parameters that are trained."""
+        section, policy = self.config.rollout, self.policy
+        value = policy.value
+        return Engine(
+            policy.decoder,
+            EngineSettings(
+                cache_tokens=section.cache_tokens * min(section.concurrent, section.completions),
+                max_sequences=section.concurrent,
+                step_tokens=max(section.step_tokens, section.concurrent),
+                record=section.record,
+                end_tokens=self.source.ends,
+                seed=self.config.seed,
+            ),
             run=self.run_name,
+            version=self.updater.steps,
+            decode=self.encoder.decode,
+            value_head=None if value is None else partial(value, operators=policy.operators),
         )
 
     def run(self, told: Told | None = None) -> dict[str, Any]:
@@ -218,6 +236,7 @@ class Trainer:
                 prepared = prepare(self, batch, scored)
             with clock.phase("update"):
                 steps = self.updater.run(prepared)
+            self.engine.update_weights(self.policy.decoder.weights, self.updater.steps)
             epochs = self.config.update.epochs
             clock.tokens["update"] = epochs * sum(
                 len(each.prompt) + len(each.tokens) for each in batch.completions
