@@ -20,7 +20,7 @@ from kernelbraid.models.vendor import Vendor
 from kernelbraid.rl.config import Config, parse_config
 from kernelbraid.rl.policy import Policy
 from kernelbraid.rl.recording import FORMAT, Calls, Recording, phase_of
-from kernelbraid.rl.trainer import train
+from kernelbraid.rl.trainer import Trainer, train
 from kernelbraid.search import recorded
 from kernelbraid.search.recorded import read_recorded
 
@@ -276,6 +276,14 @@ def test_a_training_run_writes_its_workloads(tmp_path: Path) -> None:
         weights[each.phase] = weights.get(each.phase, 0.0) + each.weight
     assert weights["backward"] == 2 * LAYERS and weights["update"] == 3 * LAYERS
     assert weights["prefill"] == LAYERS and LAYERS <= weights["decode"] <= 5 * LAYERS
+
+
+def test_recording_begins_before_the_first_rollout(tmp_path: Path) -> None:
+    with Trainer(a_config(tmp_path), tmp_path) as trainer:
+        trainer.step()
+        with pytest.raises(RuntimeError, match="before the first rollout"):
+            trainer.record()
+        assert trainer.calls is None
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_work(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ class Trainer:
                 record=section.record,
                 end_tokens=self.source.ends,
                 seed=self.config.seed,
+                graphs=None if self.calls is None else False,  # a graph's calls would not be counted
             ),
             run=self.run_name,
             version=self.updater.steps,
@@ -181,8 +182,14 @@ class Trainer:
         return self.summary()
 
     def record(self) -> Calls:
-        """Count the calls of attention and linear from now on, which changes no bits; returns the counts."""
+        """Count the calls of attention and linear from now on, which changes no bits; returns the counts.
+
+        Raises:
+            RuntimeError: a rollout was drawn already: the engine's calls would not be counted.
+        """
         if self.calls is None:
+            if "engine" in vars(self):
+                raise RuntimeError("record calls before the first rollout is drawn")
             self.calls = Calls()
             self.policy.record(self.calls)
         return self.calls
