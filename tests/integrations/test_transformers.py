@@ -143,6 +143,14 @@ def test_checkpointing_changes_no_gradient() -> None:
     assert same(*gradients)
 
 
+def test_compiled_models_have_the_same_attention() -> None:
+    ids, mask = padded(sequences([20, 9]), "left")
+    model = made("qwen3", "kernelbraid")
+    compiled = torch.compile(model, backend="eager")
+    found = call(compiled, ids, attention_mask=mask).logits
+    assert same(found, call(model, ids, attention_mask=mask).logits)
+
+
 def test_gradients_through_a_cache_are_refused() -> None:
     model, cache = made("qwen3"), transformers.DynamicCache()
     ids = sequences([10])[0][None]
@@ -191,6 +199,37 @@ def test_what_the_contract_excludes_is_refused(change: Any, options: Any, messag
     model.train(bool(change.get("attention_dropout")))
     with pytest.raises(ValueError, match=message):
         call(model, IDS, **options)
+
+
+SMALL = {
+    **{
+        "vocab_size": 200,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+    },
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+
+
+def of_another_family(kind: str, **options: Any) -> Any:
+    quietly_register()
+    config = getattr(transformers, kind)(**SMALL, **options)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="kernelbraid", dtype=torch.float32
+    ).eval()
+
+
+def test_other_families_that_state_what_is_excluded_are_refused() -> None:
+    whole = {"layer_types": ["full_attention"] * 2}
+    with pytest.raises(ValueError, match="sliding_window"):
+        call(of_another_family("MistralConfig", sliding_window=4096), IDS)
+    with pytest.raises(ValueError, match="sliding_window"):  # its masks come first, then softcap
+        call(of_another_family("Gemma2Config", query_pre_attn_scalar=64, **whole), IDS)
+    with pytest.raises(ValueError, match="sliding_window"):  # and s_aux
+        call(of_another_family("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, **whole), IDS)
+    assert call(of_another_family("MistralConfig", sliding_window=None), IDS).logits.isfinite().all()
 
 
 def test_other_dtypes_and_windows_are_refused() -> None:

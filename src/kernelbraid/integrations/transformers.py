@@ -140,6 +140,7 @@ def _refuse_cache(module: nn.Module, arguments: tuple[Any, ...], options: dict[s
             cached_tokens(given)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def prepare(
     batch_size: int,
     q_length: int | None = None,
@@ -323,7 +324,13 @@ def _settled(mask: object, query: Tensor, key: Tensor, options: dict[str, Any]) 
     return mask.settled
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _settle(mask: Prepared, query: Tensor, options: dict[str, Any]) -> Layout:
+    place = mask.where.positions.device
+    if place != query.device:
+        raise ValueError(
+            f"a model over several devices is not covered: the mask is on {place}, a query on {query.device}"
+        )
     where, positions, starts = mask.where, options.get("position_ids"), options.get("cu_seq_lens_q")
     if positions is not None and positions.dim() != 2:
         raise ValueError(f"position_ids must be [batch, tokens], got {list(positions.shape)}")
@@ -345,8 +352,7 @@ def _settle(mask: Prepared, query: Tensor, options: dict[str, Any]) -> Layout:
                 "cu_seq_lens_q does not fit position_ids: rotary angles come from these, so pass both, for "
                 "one row, positions from 0 in each sequence"
             ) from error
-    begins_anew = positions is not None and bool((positions.diff(dim=-1) != 1).any())
-    if mask.plain and begins_anew:
+    if mask.plain and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(
             "position_ids begin anew in a call with a cache, where transformers packs nothing: pass "
             "use_cache=False for packed sequences, or the attention_mask of a padded batch"
