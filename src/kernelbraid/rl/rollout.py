@@ -245,6 +245,11 @@ class Engine:
             self.snapshot = replace(self.snapshot, version=version, weights=weights)
             self._schedule.pages.forget()
 
+    def forget_prefixes(self) -> None:
+        """Share no page that was computed before now: prompts that come again are computed again."""
+        with self._lock:
+            self._schedule.pages.forget()
+
     def reset_statistics(self) -> Statistics:
         """Return what was counted and start anew."""
         with self._lock:
