@@ -5,19 +5,22 @@ import torch
 from tests.rl.engines import contents, decoder, engine, requests
 
 from kernelbraid.models.model import Cache
-from kernelbraid.rl.buckets import Buckets, context_of, padded, rows_of, scratch_pages
+from kernelbraid.rl.buckets import MOST_MISSING, Buckets, context_of, padded, rows_of, scratch_pages
+from kernelbraid.rl.records import Sampling
+from kernelbraid.rl.requests import group
 
 
 def test_sizes() -> None:
     assert [rows_of(n, 64) for n in (1, 2, 3, 5, 8, 9, 64, 65)] == [1, 2, 4, 8, 8, 16, 64, None]
     assert rows_of(3, 3) is None
     assert [context_of(n, 5000) for n in (1, 1024, 1025, 4097)] == [1024, 1024, 2048, 5000]
-    assert context_of(5, 100) == 100
+    assert context_of(5, 100) == 100 and context_of(2, 3) == MOST_MISSING
+    assert max(rows_of(n, 256) - n for n in range(1, 257)) == MOST_MISSING
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_no_two_rows_write_at_one_place(page_size: int) -> None:
-    scratch = range(100, 100 + scratch_pages(8, page_size))
+    scratch = range(100, 100 + scratch_pages(page_size))
     given = padded(
         [7, 9], [[4, 2], [5]], [page_size + 1, 1],
         rows=8, columns=9, context=64, scratch=scratch,
@@ -66,3 +69,11 @@ def test_padding_that_writes_into_pages_of_requests_is_seen(monkeypatch: pytest.
     assert made._buckets is not None
     made._buckets._scratch = list(range(len(made._buckets._scratch)))
     assert contents(made.generate(requests())) != right
+
+
+def test_a_cache_of_fewer_tokens_than_rows_are_padded() -> None:
+    asked = group([1], Sampling(max_tokens=1 + 1), prompt_index=0, samples=5)
+    found = [engine(cache_tokens=15, page_size=1, graphs=graphs).generate(asked) for graphs in (False, True)]
+    assert contents(found[0]) == contents(found[1])
+    small = group([1], Sampling(max_tokens=2), prompt_index=0, samples=1)
+    assert len(engine(cache_tokens=3, page_size=1, graphs=True).generate(small)) == 1

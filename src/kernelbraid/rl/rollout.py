@@ -74,7 +74,7 @@ class Engine:
         device = decoder.weights.norm.device
         graphs = device.type == "cuda" if self.settings.graphs is None else self.settings.graphs
         most_rows = min(self.settings.largest_graph, -(-self.settings.max_sequences // 8) * 8)
-        extra = scratch_pages(most_rows, self.settings.page_size) if graphs else 0
+        extra = scratch_pages(self.settings.page_size) if graphs else 0
         pages = self.settings.pages
         self._cache = Cache.empty(
             decoder.config, pages + extra, self.settings.page_size, decoder.weights.norm
