@@ -57,9 +57,8 @@ def test_each_size_is_captured_once_and_replayed_on_the_same_tensors() -> None:
     assert buckets.run([0] * 9, [[0]] * 9, [1] * 9) is None
     assert len(captures) == 2 and len(replays) == 4 and set(buckets.steps) == {(1, 40), (4, 40)}
     assert one is not None and again is not None and other is not None and three is not None
-    for i in range(2):
-        assert torch.equal(one[i], again[i]) and not torch.equal(one[i], other[i])
-        assert torch.equal(three[i], torch.cat([one[i], one[i], other[i]]))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(three, torch.cat([one, one, other]))
 
 
 def test_padding_that_writes_into_pages_of_requests_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
