@@ -25,7 +25,7 @@ UNITS = 40
 CUT_AT_A_TIME = 1 << 22
 """Scores that a GPU cuts in one call, some 60 bytes each meanwhile; a CPU cuts row by row, in its cache."""
 
-LN2 = 0.6931471805599453
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 SERIES = tuple(float(Fraction(LN2) ** n / factorial(n)) for n in range(16))
 """Of 2^f for f from -0.5 to 0.5, each coefficient rounded once."""
 
@@ -188,8 +188,8 @@ def _kept(scores: Tensor, cut: _Cut) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x) of x <= 0 in float64, by products and sums alone: the bits of an element are its own."""
-    exponent = (x / LN2).clamp_(min=-1000.0)
+    """exp(x) of x <= 0 in float64, by products and sums alone: an element has the same bits anywhere."""
+    exponent = (x * LOG2E).clamp_(min=-1000.0)
     whole = exponent.round()
     rest = exponent.sub_(whole)
     value = torch.full_like(rest, SERIES[-1])
