@@ -4,7 +4,17 @@ Documents and tables go to standard output; progress, warnings and errors to sta
 those of `report.failure.ExitCode`.
 """
 
-from kernelbraid.cli import ablations, agents, operators, pages, rollouts, studies, submissions, travel
+from kernelbraid.cli import (
+    ablations,
+    agents,
+    operators,
+    pages,
+    rollouts,
+    studies,
+    submissions,
+    training,
+    travel,
+)
 from kernelbraid.cli.application import app, main
 
 __all__ = [
@@ -17,5 +27,6 @@ __all__ = [
     "rollouts",
     "studies",
     "submissions",
+    "training",
     "travel",
 ]
