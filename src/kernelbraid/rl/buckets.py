@@ -53,6 +53,26 @@ def scratch_pages(page_size: int) -> int:
     return -(-MOST_MISSING // page_size)
 
 
+def uses_graphs(asked: bool | None, device: torch.device, waits: bool) -> bool:
+    """Whether decode steps are padded, and captured on a GPU.
+
+    Args:
+        asked: yes, no, or None to choose: yes on GPUs where it can be done.
+        device: of the model.
+        waits: whether its operators read device tensors on the host.
+
+    Raises:
+        ValueError: graphs are asked for and no graph can hold the operators.
+    """
+    impossible = device.type == "cuda" and waits
+    if asked and impossible:
+        raise ValueError(
+            "graphs must be off or None: the decoder's operators read device tensors on the host, which a "
+            "CUDA graph cannot hold"
+        )
+    return device.type == "cuda" and not impossible if asked is None else asked
+
+
 def page_table(tables: Sequence[Sequence[int]], rows: int, columns: int) -> Tensor:
     """Pages of some requests as int32 [rows, columns] on the host, 0 where there is none.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernelbraid.models.layer import Paged
 from kernelbraid.models.model import Cache, Decoder, ModelWeights
 from kernelbraid.rl.arithmetic import snapshot_of
-from kernelbraid.rl.buckets import Buckets, page_table, scratch_pages
+from kernelbraid.rl.buckets import Buckets, page_table, scratch_pages, uses_graphs
 from kernelbraid.rl.drawing import Row, draw
 from kernelbraid.rl.records import Completion, Drawn, Finish, RolloutBatch, Snapshot
 from kernelbraid.rl.requests import EngineSettings, Request, Statistics, group, prompt_seed
@@ -72,7 +72,7 @@ class Engine:
         self.statistics = Statistics(pages=self.settings.pages)
         self._schedule = Schedule(self.settings, self.statistics)
         device = decoder.weights.norm.device
-        graphs = device.type == "cuda" if self.settings.graphs is None else self.settings.graphs
+        graphs = uses_graphs(self.settings.graphs, device, decoder.operators.waits)
         most_rows = min(self.settings.largest_graph, -(-self.settings.max_sequences // 8) * 8)
         extra = scratch_pages(self.settings.page_size) if graphs else 0
         pages = self.settings.pages
