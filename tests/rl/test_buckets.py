@@ -5,7 +5,15 @@ import torch
 from tests.rl.engines import contents, decoder, engine, requests
 
 from kernelbraid.models.model import Cache
-from kernelbraid.rl.buckets import MOST_MISSING, Buckets, context_of, padded, rows_of, scratch_pages
+from kernelbraid.rl.buckets import (
+    MOST_MISSING,
+    Buckets,
+    context_of,
+    padded,
+    rows_of,
+    scratch_pages,
+    uses_graphs,
+)
 from kernelbraid.rl.records import Sampling
 from kernelbraid.rl.requests import group
 
@@ -16,6 +24,15 @@ def test_sizes() -> None:
     assert [context_of(n, 5000) for n in (1, 1024, 1025, 4097)] == [1024, 1024, 2048, 5000]
     assert context_of(5, 100) == 100 and context_of(2, 3) == MOST_MISSING
     assert max(rows_of(n, 256) - n for n in range(1, 257)) == MOST_MISSING
+
+
+def test_graphs_are_for_gpus_and_operators_that_do_not_wait() -> None:
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert uses_graphs(None, gpu, False) and not uses_graphs(None, gpu, True)
+    assert not uses_graphs(None, cpu, False) and uses_graphs(True, cpu, True)
+    assert not uses_graphs(False, gpu, False) and uses_graphs(True, gpu, False)
+    with pytest.raises(ValueError, match="graphs must be off or None: the decoder's operators read device"):
+        uses_graphs(True, gpu, True)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -57,9 +74,8 @@ def test_each_size_is_captured_once_and_replayed_on_the_same_tensors() -> None:
     assert buckets.run([0] * 9, [[0]] * 9, [1] * 9) is None
     assert len(captures) == 2 and len(replays) == 4 and set(buckets.steps) == {(1, 40), (4, 40)}
     assert one is not None and again is not None and other is not None and three is not None
-    for i in range(2):
-        assert torch.equal(one[i], again[i]) and not torch.equal(one[i], other[i])
-        assert torch.equal(three[i], torch.cat([one[i], one[i], other[i]]))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(three, torch.cat([one, one, other]))
 
 
 def test_padding_that_writes_into_pages_of_requests_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernelbraid.ops.sample.api import sample
-from kernelbraid.rl.drawing import Row, _exp, draw, processed_logits
+from kernelbraid.rl.drawing import Row, _Cut, _exp, _kept, draw, processed_logits
 from kernelbraid.rl.records import Sampling
 
 VOCAB = 400
@@ -79,6 +79,22 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
         for name in ("tokens", "logprobs", "processed"):
             left, right = getattr(alone, name)[0], getattr(together, name)[i]
             assert left == right or (left != left and right != right)
+
+
+def test_rows_cut_together_are_cut_alone() -> None:
+    rows = torch.stack([scores_of(i) for i in range(7)])
+    rows[2, 5:9], rows[3], rows[4, 1] = float("nan"), float("-inf"), float("inf")
+    for sampling in (
+        Sampling(top_p=0.7),
+        Sampling(top_k=9, min_p=0.01),
+        Sampling(temperature=0.3, top_p=0.5),
+    ):
+        cut = _Cut.of(sampling)
+        assert cut is not None
+        together = _kept(rows, cut)
+        assert together.any(1).all()
+        for i in range(len(rows)):
+            assert torch.equal(_kept(rows[i : i + 1], cut)[0], together[i])
 
 
 def test_exp_is_exact_enough_and_elementwise() -> None:

@@ -9,8 +9,11 @@ import torch
 from tests.rl.engines import bits, contents, decoder, engine, remade, requests, text_of, updated
 
 from kernelbraid.models.model import Decoder
+from kernelbraid.models.operators import UNIFIED
+from kernelbraid.models.vendor import Vendor
 from kernelbraid.rl import drawing
 from kernelbraid.rl.paging import Pages
+from kernelbraid.rl.recording import Calls, Recording
 from kernelbraid.rl.records import Drawn, Finish, Sampling
 from kernelbraid.rl.requests import EngineSettings, Request, group
 from kernelbraid.rl.reuse import Mode, Named, Objective, Reason, decide
@@ -164,6 +167,15 @@ def test_another_arithmetic_of_the_recorded_logprob_is_seen(monkeypatch: pytest.
     monkeypatch.setattr(drawing, "logprob_of_logits", log_softmax)
     batch = engine().generate(requests(1)[:1])
     assert bits(batch.completions[0]) != updated(decoder(), batch.completions)[0]
+
+
+def test_other_operators_have_other_bits_ids() -> None:
+    made = decoder()
+    own = engine(made).snapshot.bits_id
+    vendor = engine(replace(made, operators=Vendor())).snapshot.bits_id
+    assert vendor != own == engine(replace(made, operators=Recording(UNIFIED, Calls()))).snapshot.bits_id
+    assert vendor == engine(replace(made, operators=Recording(Vendor(), Calls()))).snapshot.bits_id
+    assert own != engine(decoder("Qwen3-8B")).snapshot.bits_id
 
 
 # ---- Seeds ----

@@ -26,6 +26,11 @@ class Operators:
     Bits: those of the contracts.
     """
 
+    arithmetic: str = "unified"
+    """Names the bits: what computes others names itself, so that bits ids of decoders differ."""
+    waits: bool = False
+    """Whether calls read device tensors on the host, so that no CUDA graph can hold them."""
+
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return embedding(ids, weight)
 

@@ -18,6 +18,9 @@ from kernelbraid.models.operators import Operators
 class Vendor(Operators):
     """Torch's operators; gradients by autograd."""
 
+    arithmetic = f"torch {torch.__version__}"
+    waits = True
+
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return functional.embedding(ids, weight)
 

@@ -9,6 +9,7 @@ from kernelbraid import ops
 from kernelbraid.contract import content_hash
 from kernelbraid.models.config import ModelConfig
 from kernelbraid.models.model import Decoder
+from kernelbraid.models.operators import Operators
 from kernelbraid.ops.dispatch import implementation
 from kernelbraid.rl.records import Snapshot
 
@@ -26,11 +27,12 @@ def bits_id(decoder: Decoder) -> str:
     """Identity of a decoder's arithmetic: equal ids and equal weights give equal log-probabilities.
 
     It covers the bits ids of the operators in use, installed winners included, in this decoder's sizes, and
-    the options of its configuration.
+    the options of its configuration. Operators that are not the unified ones add their name, which promises
+    less: their bits may depend on shapes.
     """
     like = decoder.weights.norm
     where, dtype = architecture(like.device), DTYPES[like.dtype]
-    ids = []
+    ids = [] if decoder.operators.arithmetic == Operators.arithmetic else [decoder.operators.arithmetic]
     for name, axes in _operators(decoder.config):
         contract = ops.get(name, like.device.type).contract
         numerics: Mapping[str, int] = implementation(name, like.device).numerics(dict(axes))

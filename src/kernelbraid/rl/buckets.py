@@ -8,6 +8,7 @@ calls run as they are.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,37 @@ def scratch_pages(page_size: int) -> int:
     return -(-MOST_MISSING // page_size)
 
 
+def uses_graphs(asked: bool | None, device: torch.device, waits: bool) -> bool:
+    """Whether decode steps are padded, and captured on a GPU.
+
+    Args:
+        asked: yes, no, or None to choose: yes on GPUs where it can be done.
+        device: of the model.
+        waits: whether its operators read device tensors on the host.
+
+    Raises:
+        ValueError: graphs are asked for and no graph can hold the operators.
+    """
+    impossible = device.type == "cuda" and waits
+    if asked and impossible:
+        raise ValueError(
+            "graphs must be off or None: the decoder's operators read device tensors on the host, which a "
+            "CUDA graph cannot hold"
+        )
+    return device.type == "cuda" and not impossible if asked is None else asked
+
+
+def page_table(tables: Sequence[Sequence[int]], rows: int, columns: int) -> Tensor:
+    """Pages of some requests as int32 [rows, columns] on the host, 0 where there is none.
+
+    Arrays of C integers are copied as they are; lists are slower.
+    """
+    table = np.zeros((rows, columns), dtype=np.int32)
+    for b, pages in enumerate(tables):
+        table[b, : len(pages)] = np.asarray(pages, dtype=np.int32)
+    return torch.from_numpy(table)
+
+
 def padded(
     ids: Sequence[int],
     tables: Sequence[Sequence[int]],
@@ -74,9 +106,7 @@ def padded(
         scratch: pages of nobody: padded row i writes position i in them.
     """
     missing = rows - len(ids)
-    table = torch.zeros(rows, columns, dtype=torch.int32)
-    for b, pages in enumerate(tables):
-        table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    table = page_table(tables, rows, columns)
     used = scratch[:columns]
     table[len(ids) :, : len(used)] = torch.tensor(used, dtype=torch.int32)
     return DecodeInputs(
@@ -87,25 +117,34 @@ def padded(
     )
 
 
-Step = Callable[[], tuple[Tensor, Tensor]]
+Step = Callable[[], Tensor]
 
 
-def captured(step: Step) -> Step:
-    """A CUDA graph of a step on fixed tensors: each call replays it into the same results."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles what is to be captured; it writes what the replay will write again
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+def captures(device: torch.device) -> Callable[[Step], Step]:
+    """What makes CUDA graphs of steps on fixed tensors: each call of one replays it into the same result.
 
-    def replay() -> tuple[Tensor, Tensor]:
-        graph.replay()
-        return results
+    All of them share one pool of memory, so a result holds until any of them is called again.
+    """
+    pool = torch.cuda.graph_pool_handle()
 
-    return replay
+    def captured(step: Step) -> Step:
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()  # compiles what is to be captured; it writes what the replay will write again
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                result = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return captured
 
 
 class Buckets:
@@ -117,7 +156,7 @@ class Buckets:
         scratch: the pages of nobody.
         largest: most rows.
         most: tokens of the longest request that the cache can hold.
-        capture: what makes a step repeatable; `captured` on GPUs, the step itself by default on CPUs.
+        capture: what makes a step repeatable; by default `captures` on GPUs, nothing on CPUs.
     """
 
     def __init__(
@@ -133,15 +172,17 @@ class Buckets:
         self._decoder, self._cache, self._scratch = decoder, cache, list(scratch)
         self._largest, self._most = largest, most
         device = decoder.weights.norm.device
-        self._capture = capture or (captured if device.type == "cuda" else lambda step: step)
+        graphs = capture is None and device.type == "cuda"
+        self._capture = captures(device) if graphs else capture or (lambda step: step)
         self.steps: dict[tuple[int, int], tuple[DecodeInputs, Step]] = {}
 
     def run(
         self, ids: Sequence[int], tables: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> tuple[Tensor, Tensor] | None:
-        """Hidden states [R, hidden] and scores [R, vocabulary] of R requests' new tokens.
+    ) -> Tensor | None:
+        """Hidden states [R, hidden] of R requests' new tokens, overwritten by the next call.
 
-        None where there are more rows than the largest size. The results are overwritten by the next call.
+        None where there are more rows than the largest size. Scores are left to the caller: those of every
+        size would stay in memory with its graph.
         """
         rows = rows_of(len(ids), self._largest)
         if rows is None:
@@ -157,8 +198,7 @@ class Buckets:
         fixed, step = self.steps[rows, context]
         for name in ("ids", "page_table", "lengths"):
             getattr(fixed, name).copy_(getattr(given, name))
-        hidden, scores = step()
-        return hidden[: len(ids)], scores[: len(ids)]
+        return step()[: len(ids)]
 
     def _made(self, given: DecodeInputs) -> tuple[DecodeInputs, Step]:
         device = self._decoder.weights.norm.device
@@ -169,8 +209,7 @@ class Buckets:
         singles = torch.arange(len(given.ids) + 1, dtype=torch.int32, device=device)
         batch = Paged(fixed.page_table, singles, fixed.lengths, 1, given.longest)
 
-        def step() -> tuple[Tensor, Tensor]:
-            hidden = self._decoder.rollout(fixed.ids, self._cache, batch)
-            return hidden, self._decoder.logits(hidden)
+        def step() -> Tensor:
+            return self._decoder.rollout(fixed.ids, self._cache, batch)
 
         return fixed, self._capture(step)

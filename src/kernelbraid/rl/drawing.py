@@ -22,7 +22,10 @@ from kernelbraid.rl.records import Sampling
 UNITS = 40
 """Weights of cuts are counted in 2^-40 of the largest, as in contract `sample` 1."""
 
-LN2 = 0.6931471805599453
+CUT_AT_A_TIME = 1 << 22
+"""Scores that a GPU cuts in one call, some 60 bytes each meanwhile; a CPU cuts row by row, in its cache."""
+
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 SERIES = tuple(float(Fraction(LN2) ** n / factorial(n)) for n in range(16))
 """Of 2^f for f from -0.5 to 0.5, each coefficient rounded once."""
 
@@ -65,8 +68,11 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> Tokens:
     if changed:
         scores = logits.clone()
         for i in changed:
-            row = rows[i]
-            scores[i] = processed_logits(logits[i], row.sampling, row.ids, row.prompt_length)
+            _penalise(scores[i], rows[i].sampling, rows[i].ids, rows[i].prompt_length)
+        cuts = [_Cut.of(row.sampling) for row in rows]
+        for cut in dict.fromkeys(cuts):
+            if cut is not None:
+                _cut(scores, [i for i, each in enumerate(cuts) if each == cut], cut)
 
     def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -103,11 +109,37 @@ def processed_logits(logits: Tensor, sampling: Sampling, ids: Sequence[int], pro
     Bits: of float32 operations on single elements: those of one row alone, on any device.
     """
     scores = logits.clone()
-    if sampling.changes_logits:
-        _penalise(scores, sampling, ids, prompt_length)
-    if sampling.truncates and not sampling.greedy:
-        scores.masked_fill_(~_kept(scores, sampling), float("-inf"))
+    _penalise(scores, sampling, ids, prompt_length)
+    cut = _Cut.of(sampling)
+    if cut is not None:
+        _cut(scores[None], [0], cut)
     return scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How rows are cut; rows that share it are cut in the same calls."""
+
+    inverse_temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "_Cut | None":
+        """None where nothing is cut."""
+        if sampling.greedy or not sampling.truncates:
+            return None
+        return cls(sampling.inverse_temperature, sampling.min_p, sampling.top_k, sampling.top_p)
+
+
+def _cut(scores: Tensor, at: Sequence[int], cut: _Cut) -> None:
+    """Set what is cut of some rows to -inf, a few rows at a time so that memory stays small."""
+    most = 1 if scores.is_cpu else max(1, CUT_AT_A_TIME // scores.shape[1])
+    for start in range(0, len(at), most):
+        chosen = torch.tensor(at[start : start + most], dtype=torch.int64, device=scores.device)
+        rows = scores[chosen]
+        scores[chosen] = rows.masked_fill_(~_kept(rows, cut), float("-inf"))
 
 
 def _penalise(scores: Tensor, sampling: Sampling, ids: Sequence[int], prompt_length: int) -> None:
@@ -130,44 +162,41 @@ def _penalise(scores: Tensor, sampling: Sampling, ids: Sequence[int], prompt_len
         scores[biased] = scores[biased] + torch.tensor(added, dtype=torch.float32, device=device)
 
 
-def _kept(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Which tokens stay after min-p, top-k and top-p, bool [vocabulary].
+def _kept(scores: Tensor, cut: _Cut) -> Tensor:
+    """Which tokens of each row stay after min-p, top-k and top-p, bool [R, vocabulary].
 
     Weights are integers, so that sums have no order; NaN counts as -inf.
     """
-    scaled = (scores * scores.new_tensor(sampling.inverse_temperature)).double()
-    scaled = torch.where(scaled.isnan(), float("-inf"), scaled)
-    top = scaled.max()
-    distance = torch.where(scaled == top, 0.0, scaled - top)
-    weights = _exp(distance)
-    order = torch.sort(-distance, stable=True).indices
-    weights = weights[order]
-    stays = torch.ones_like(weights, dtype=torch.bool)
-    if sampling.min_p > 0:
-        stays &= weights >= sampling.min_p
-    if sampling.top_k:
-        stays[sampling.top_k :] = False
-    if sampling.top_p < 1:
-        units = torch.where(stays, (weights * 2.0**UNITS).floor(), 0.0).long()
-        reached = units.cumsum(0)
-        wanted = max(1, int(float(np.float32(sampling.top_p)) * float(reached[-1])))
+    scaled = scores * scores.new_tensor(cut.inverse_temperature)
+    scaled.masked_fill_(scaled.isnan(), float("-inf"))
+    top = scaled.amax(1, keepdim=True)
+    weights = _exp(torch.where(scaled == top, 0.0, scaled.double() - top))
+    stays = weights >= cut.min_p
+    if cut.top_k == 0 and cut.top_p == 1:
+        return stays
+    order = torch.sort(scaled, dim=1, descending=True, stable=True).indices
+    stays = stays.gather(1, order)
+    if cut.top_k:
+        stays[:, cut.top_k :] = False
+    if cut.top_p < 1:
+        units = (weights.gather(1, order) * 2.0**UNITS).floor() * stays
+        units = units.long()
+        reached = units.cumsum(1)
+        wanted = (reached[:, -1:].double() * float(np.float32(cut.top_p))).long().clamp(min=1)
         stays &= (reached - units) < wanted
-    kept = torch.empty_like(stays)
-    kept[order] = stays
-    return kept
+    return torch.empty_like(stays).scatter_(1, order, stays)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x) of x <= 0 in float64, by products and sums alone: the bits of an element are its own."""
-    exponent = (x / LN2).clamp(min=-1000.0)
+    """exp(x) of x <= 0 in float64, by products and sums alone: an element has the same bits anywhere."""
+    exponent = (x * LOG2E).clamp_(min=-1000.0)
     whole = exponent.round()
-    rest = exponent - whole
+    rest = exponent.sub_(whole)
     value = torch.full_like(rest, SERIES[-1])
     for coefficient in reversed(SERIES[:-1]):
-        value = value * rest
-        value = value + coefficient
+        value.mul_(rest).add_(coefficient)
     power = ((whole.long() + 1023) << 52).view(torch.float64)
-    return value * power
+    return value.mul_(power)
 
 
 def _record(into: list[float], scores: Tensor, tokens: Tensor, at: list[int], temperature: float) -> None:

@@ -114,6 +114,7 @@ class Recording(Operators):
 
     def __init__(self, inner: Operators, calls: Calls) -> None:
         self.inner, self.calls = inner, calls
+        self.arithmetic, self.waits = inner.arithmetic, True
         self._phase: str | None = None
         self._page = USUAL_PAGE
         self._waiting: list[Callable[[], None]] = []

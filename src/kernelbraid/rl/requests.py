@@ -103,7 +103,8 @@ class EngineSettings:
     seed: int = 0
     """Of the run: see `Request.seed`."""
     graphs: bool | None = None
-    """Pad decode steps to a few sizes and, on a GPU, replay a CUDA graph of each. None: on GPUs alone."""
+    """Pad decode steps to a few sizes and, on a GPU, replay a CUDA graph of each. None: on GPUs alone,
+    where the operators allow it."""
     largest_graph: int = 256
     """Most rows of a step that is padded; a larger one runs as it is."""
 

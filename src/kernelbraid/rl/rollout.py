@@ -21,7 +21,7 @@ from torch import Tensor
 from kernelbraid.models.layer import Paged
 from kernelbraid.models.model import Cache, Decoder, ModelWeights
 from kernelbraid.rl.arithmetic import snapshot_of
-from kernelbraid.rl.buckets import Buckets, scratch_pages
+from kernelbraid.rl.buckets import Buckets, page_table, scratch_pages, uses_graphs
 from kernelbraid.rl.drawing import Row, draw
 from kernelbraid.rl.records import Completion, Drawn, Finish, RolloutBatch, Snapshot
 from kernelbraid.rl.requests import EngineSettings, Request, Statistics, group, prompt_seed
@@ -72,7 +72,7 @@ class Engine:
         self.statistics = Statistics(pages=self.settings.pages)
         self._schedule = Schedule(self.settings, self.statistics)
         device = decoder.weights.norm.device
-        graphs = device.type == "cuda" if self.settings.graphs is None else self.settings.graphs
+        graphs = uses_graphs(self.settings.graphs, device, decoder.operators.waits)
         most_rows = min(self.settings.largest_graph, -(-self.settings.max_sequences // 8) * 8)
         extra = scratch_pages(self.settings.page_size) if graphs else 0
         pages = self.settings.pages
@@ -300,17 +300,14 @@ class Engine:
         ends = [piece.end for piece in pieces]
         ids = [token for piece in pieces for token in piece.sequence.ids[piece.start : piece.end]]
         if self._buckets is not None and all(piece.decodes for piece in pieces):
-            found = self._buckets.run(ids, tables, ends)
-            if found is not None:
-                return found
+            hidden = self._buckets.run(ids, tables, ends)
+            if hidden is not None:
+                return hidden, self.decoder.logits(hidden)
         device = self.decoder.weights.norm.device
-        table = torch.zeros(len(pieces), max(map(len, tables)), dtype=torch.int32)
-        for b, pages in enumerate(tables):
-            table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         counts = [piece.end - piece.start for piece in pieces]
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         batch = Paged(
-            table.to(device),
+            page_table(tables, len(tables), max(map(len, tables))).to(device),
             starts.to(device),
             torch.tensor(ends, dtype=torch.int32, device=device),
             max(counts),

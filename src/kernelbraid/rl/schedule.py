@@ -6,6 +6,7 @@ request finds no page, the youngest running one gives up its pages and is comput
 """
 
 import bisect
+from array import array
 from dataclasses import dataclass, field
 
 from kernelbraid.rl.paging import Pages, prefix_keys
@@ -26,7 +27,7 @@ class Sequence:
     """Prompt and tokens drawn so far."""
     watch: TextWatch | None = None
     keys: tuple[bytes, ...] = ()
-    pages: list[int] = field(default_factory=list)
+    pages: "array[int]" = field(default_factory=lambda: array("i"))
     computed: int = 0
     """Tokens whose keys are in the cache, or will be after the step that is planned."""
     published: int = 0
@@ -140,7 +141,7 @@ class Schedule:
                     self.preempt(self.running[-1])
                 if sequence not in self.running:
                     break  # it was the youngest
-                sequence.pages += self.pages.take(1)
+                sequence.pages.extend(self.pages.take(1))
             pieces.append(self._piece(sequence, 1, version))
         return pieces
 
@@ -176,7 +177,7 @@ class Schedule:
         if needed > self.pages.available:
             self.pages.release(shared)
             return False
-        sequence.pages = shared + self.pages.take(needed)
+        sequence.pages = array("i", shared + self.pages.take(needed))
         sequence.computed = len(shared) * self.settings.page_size
         sequence.published = len(shared)
         self.statistics.prefix_hits += sequence.computed
@@ -186,5 +187,5 @@ class Schedule:
 
     def _give_up_pages(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.published = [], 0, 0
+        sequence.pages, sequence.computed, sequence.published = array("i"), 0, 0
         sequence.cache_version = None
