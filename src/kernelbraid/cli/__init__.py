@@ -4,7 +4,17 @@ Documents and tables go to standard output; progress, warnings and errors to sta
 those of `report.failure.ExitCode`.
 """
 
-from kernelbraid.cli import ablations, agents, operators, pages, studies, submissions, training, travel
+from kernelbraid.cli import (
+    ablations,
+    agents,
+    operators,
+    pages,
+    rollouts,
+    studies,
+    submissions,
+    training,
+    travel,
+)
 from kernelbraid.cli.application import app, main
 
 __all__ = [
@@ -14,6 +24,7 @@ __all__ = [
     "main",
     "operators",
     "pages",
+    "rollouts",
     "studies",
     "submissions",
     "training",

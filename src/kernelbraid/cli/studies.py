@@ -46,6 +46,12 @@ def search(
     device: Device = "cpu",
     minutes: Annotated[float | None, typer.Option(help="Time to search, above 0.")] = None,
     audits: Annotated[int | None, typer.Option(help="Candidates to audit.", min=1)] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Optimize for the calls of a run that `train --record-workloads` recorded.", metavar="FILE"
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -60,13 +66,6 @@ def search(
     study: Annotated[
         Path | None,
         typer.Option(help="Folder to make; default: studies/OPERATOR-DATE-N here.", metavar="FOLDER"),
-    ] = None,
-    workloads: Annotated[
-        Path | None,
-        typer.Option(
-            help="What `train --record-workloads` wrote, to optimize for; default: the operator's grid.",
-            metavar="FILE",
-        ),
     ] = None,
     job: Annotated[
         Path | None,
@@ -90,10 +89,8 @@ def search(
     from kernelbraid.search import travel
     from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers.llm_settings import LlmSettings
-    from kernelbraid.search.recorded import read_workloads
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study
 
-    timed = None if workloads is None else read_workloads(workloads, operator, device)
     llm = None
     if proposer == "llm":
         llm = LlmSettings.of(
@@ -108,12 +105,14 @@ def search(
             evidence=evidence,
         )
     run_job = runner(audit_command)
+    recorded = None if workloads is None else _recorded(operator, device, workloads)
     with Study.create(
         study or new_study_folder(operator),
         operator,
         root,
         device=device,
-        workloads=timed,
+        workloads=None if recorded is None else recorded.workloads,
+        dtype=None if recorded is None else recorded.dtype,
         policy=policy,
         minutes=minutes,
         audits=audits,
@@ -250,6 +249,19 @@ def new_study_folder(operator: str) -> Path:
 
     named = (Path("studies") / f"{operator}-{date.today():%Y%m%d}-{n}" for n in count(1))
     return next(folder for folder in named if not folder.exists())
+
+
+def _recorded(operator: str, device: str, file: Path) -> Any:
+    """Read recorded workloads, and say what they leave out."""
+    from kernelbraid import ops
+    from kernelbraid.search.recorded import read_recorded
+
+    found = read_recorded(file, ops.get(operator, device), device)
+    say(
+        f"{len(found.workloads)} workloads stand for {found.shapes} recorded shapes; calls with "
+        f"{found.left_out:.2%} of their least time are left out"
+    )
+    return found
 
 
 def _drive(study: Any, compare: bool | None, as_json: bool, run_job: Any) -> None:

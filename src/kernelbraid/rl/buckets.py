@@ -15,6 +15,8 @@ from kernelbraid.models.layer import Paged
 from kernelbraid.models.model import Cache, Decoder
 
 SHORTEST_CONTEXT = 1024
+MOST_MISSING = 7
+"""Rows that `rows_of` adds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,12 @@ def context_of(longest: int, most: int) -> int:
     context = SHORTEST_CONTEXT
     while context < longest:
         context *= 2
-    return min(context, most)
+    return max(MOST_MISSING, min(context, most))
 
 
-def scratch_pages(largest: int, page_size: int) -> int:
+def scratch_pages(page_size: int) -> int:
     """Pages that padded rows need."""
-    return -(-largest // page_size)
+    return -(-MOST_MISSING // page_size)
 
 
 def padded(

@@ -14,9 +14,9 @@ from kernelbraid.models.vendor import Vendor
 from kernelbraid.rl import pieces
 from kernelbraid.rl.choices import choose
 from kernelbraid.rl.config import Kernels
+from kernelbraid.rl.recording import Calls, Recording
 from kernelbraid.rl.records import Completion
 from kernelbraid.rl.spot_check import Recomputed
-from kernelbraid.rl.workloads import Recorder, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,6 @@ class Policy:
     def device(self) -> torch.device:
         return self.decoder.weights.norm.device
 
-    def record(self, recorder: Recorder) -> None:
-        """Count calls of attention and linear layers from now on."""
-        self.operators = Recording(self.operators, recorder)
-        self.decoder = replace(self.decoder, operators=self.operators)
-        self._trained = replace(self._trained, operators=Recording(self._trained.operators, recorder))
-
     def zero_grad(self) -> None:
         """Begin an optimizer step."""
         if self._adds is not None:
@@ -142,6 +136,15 @@ class Policy:
     def recompute(self, completions: Sequence[Completion], temperature: float, most: int) -> Recomputed:
         """As the function of that name, under the present weights."""
         return recompute(self._trained, completions, temperature, most, value=self.value)
+
+    def record(self, calls: Calls) -> None:
+        """Count what rollout and update ask of their operators from now on; bits stay as they are.
+
+        Call it before an engine is made of `decoder`, and turn CUDA graphs off.
+        """
+        self.operators = Recording(self.decoder.operators, calls)
+        self.decoder = replace(self.decoder, operators=self.operators)
+        self._trained = replace(self._trained, operators=Recording(self._trained.operators, calls))
 
     def digest(self) -> str:
         """SHA-256 of the parameters' bits, by name."""

@@ -74,7 +74,7 @@ class Engine:
         device = decoder.weights.norm.device
         graphs = device.type == "cuda" if self.settings.graphs is None else self.settings.graphs
         most_rows = min(self.settings.largest_graph, -(-self.settings.max_sequences // 8) * 8)
-        extra = scratch_pages(most_rows, self.settings.page_size) if graphs else 0
+        extra = scratch_pages(self.settings.page_size) if graphs else 0
         pages = self.settings.pages
         self._cache = Cache.empty(
             decoder.config, pages + extra, self.settings.page_size, decoder.weights.norm
@@ -243,6 +243,11 @@ class Engine:
                     if given[name] is not tensor:
                         tensor.copy_(given[name])
             self.snapshot = replace(self.snapshot, version=version, weights=weights)
+            self._schedule.pages.forget()
+
+    def forget_prefixes(self) -> None:
+        """Share no page that was computed before now: prompts that come again are computed again."""
+        with self._lock:
             self._schedule.pages.forget()
 
     def reset_statistics(self) -> Statistics:

@@ -179,7 +179,6 @@ class Schedule:
         sequence.pages = shared + self.pages.take(needed)
         sequence.computed = len(shared) * self.settings.page_size
         sequence.published = len(shared)
-        sequence.cache_version = version if shared else None
         self.statistics.prefix_hits += sequence.computed
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda each: each.number)

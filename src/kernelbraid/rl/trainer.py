@@ -23,6 +23,7 @@ from kernelbraid.rl.parallel import Group
 from kernelbraid.rl.phases import Clock, Scored, prepare, rollout, score
 from kernelbraid.rl.policy import Policy, frozen
 from kernelbraid.rl.progress import Log, Told, memory
+from kernelbraid.rl.recording import Calls, check_place
 from kernelbraid.rl.records import RolloutBatch, Snapshot
 from kernelbraid.rl.requests import EngineSettings
 from kernelbraid.rl.reuse import Mode
@@ -32,7 +33,6 @@ from kernelbraid.rl.spot_check import Counters, OldLogprobs
 from kernelbraid.rl.tasks.chat import Encoder
 from kernelbraid.rl.tasks.feed import Feed
 from kernelbraid.rl.update import Step, Updater
-from kernelbraid.rl.workloads import Recorder
 
 FREE = ("rollouts", "checkpoints", "logging")
 """Parts of a configuration that may change between an interrupted run and the one that goes on."""
@@ -98,6 +98,7 @@ class Trainer:
         self.rewards: list[float | None] = []
         self.tokens = 0
         self.clock = Clock()
+        self.calls: Calls | None = None
         self.initial = self.policy.digest()
         self.checkpoints: Checkpoints | None = None
         self._resume(resume)
@@ -131,6 +132,7 @@ class Trainer:
                 record=section.record,
                 end_tokens=self.source.ends,
                 seed=self.config.seed,
+                graphs=None if self.calls is None else False,  # a graph's calls would not be counted
             ),
             run=self.run_name,
             version=self.updater.steps,
@@ -178,6 +180,19 @@ class Trainer:
             target = self.folder / self.config.checkpoints.folder / LAST
             export(self.policy.decoder, self.config, self.folder, target)
         return self.summary()
+
+    def record(self) -> Calls:
+        """Count the calls of attention and linear from now on, which changes no bits; returns the counts.
+
+        Raises:
+            RuntimeError: a rollout was drawn already: the engine's calls would not be counted.
+        """
+        if self.calls is None:
+            if "engine" in vars(self):
+                raise RuntimeError("record calls before the first rollout is drawn")
+            self.calls = Calls()
+            self.policy.record(self.calls)
+        return self.calls
 
     def step(self) -> dict[str, Any]:
         """One rollout and its update; returns its row."""
@@ -236,6 +251,8 @@ class Trainer:
         except BaseException:
             self.feed.restore(state)
             raise
+        if self.calls is not None:
+            self.calls.steps += 1
         self.clock.add(clock)
         self.tokens += clock.tokens["rollout"]
         self.rewards.append(scored.mean)
@@ -384,7 +401,7 @@ def train(
         resume: go on from the newest checkpoint; False refuses a folder that has one.
         rollouts: replaces the configured number.
         told: gets a row after each rollout.
-        workloads: where the calls of attention and linear layers are written to; see `workloads`.
+        workloads: file that the calls of attention and linear layers are written to; see `recording`.
 
     Returns:
         The summary: rewards, tokens, how many batches were reused, seconds by phase.
@@ -400,16 +417,11 @@ def train(
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         config = config.model_copy(update={"rollouts": rollouts})
+    if workloads is not None:
+        check_place(workloads)
     with Trainer(config, folder or ".", resume=resume) as trainer:
-        if workloads is None:
-            return trainer.run(told)
-        place, recorder = Path(workloads), Recorder()
-        if not place.parent.is_dir():
-            raise ValueError(f"there is no folder {place.parent} to write workloads to")
-        begun = trainer.done
-        trainer.policy.record(recorder)
-        found = trainer.run(told)
-        recorder.rollouts = trainer.done - begun
-        if trainer.group.first:
-            recorder.write(place, config.model.dtype, config.model.device)
-        return found
+        calls = None if workloads is None else trainer.record()
+        summary = trainer.run(told)
+        if calls is not None and workloads is not None and trainer.group.first:
+            calls.write(workloads)
+        return summary
