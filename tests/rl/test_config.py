@@ -116,7 +116,7 @@ def test_defaults() -> None:
         ),
         (
             {"reuse__logprob": "processed", "sampling__top_k": 5},
-            "reuse.logprob: must be whole where tokens are drawn from a cut, penalised or biased distribution",
+            "reuse.logprob: must be whole where tokens are drawn from a cut, penalised",
         ),
         (
             {"reuse__mode": "require", "reuse__spot_check__on_mismatch": "fall_back"},
