@@ -1,5 +1,6 @@
 """The verb of reinforcement learning."""
 
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,7 +41,8 @@ def train(
         for line in lines:
             say(line)
         raise ValueError(last.strip()) from None
-    watch = Watch(rollouts or read.rollouts) if not as_json or sys.stderr.isatty() else None
+    first = os.environ.get("RANK", "0") == "0"  # torchrun starts several, and one talks
+    watch = Watch(rollouts or read.rollouts) if first and (not as_json or sys.stderr.isatty()) else None
     try:
         with watch or nullcontext():
             document = run(
@@ -54,6 +56,8 @@ def train(
     except (MismatchError, ReuseError) as error:
         say(f"kernelbraid: {error}")
         failed()
+    if not first:
+        return
     if as_json:
         emit(document)
     else:

@@ -320,11 +320,9 @@ def _recorded(config: Config) -> list[str]:
         return ["sampling.temperature: must be above 0, greedy completions have no log-probabilities"]
     if config.reuse.mode != Mode.REQUIRE:
         return []
-    named = config.reuse.logprob
-    needed = named if config.sampling.processed else Named.WHOLE
-    if needed in config.rollout.record:
+    if Named.WHOLE in config.rollout.record:  # where nothing is processed, that is the other one too
         return []
-    return [f"reuse.mode: require needs log-probability {needed.value!r}, add it to rollout.record"]
+    return ["reuse.mode: require needs log-probability 'whole', add it to rollout.record"]
 
 
 def _computable(config: Config) -> list[str]:

@@ -34,7 +34,7 @@ class Log:
         self.path, self.every = folder / ROWS, every
         self._board: Any = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done)
         folder.mkdir(parents=True, exist_ok=True)

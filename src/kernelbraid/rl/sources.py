@@ -110,7 +110,7 @@ def export(decoder: Decoder, config: Config, folder: Path, target: Path) -> Path
         del architecture.quantization_config
     make: Any = AutoModelForCausalLM.from_config
     model = make(architecture, dtype=decoder.weights.norm.dtype)
-    model.load_state_dict(to_state(decoder.config, decoder.weights), strict=False)
+    model.load_state_dict(to_state(decoder.config, decoder.weights))
     new = target.with_name(f".new-{target.name}-{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)
