@@ -56,6 +56,14 @@ def search(
         str,
         typer.Option(help="knobs, llm (a language model) or external (candidates come by `submit`)."),
     ] = "knobs",
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A workload, or a grid of them, that proposers never see and a promotion needs too; may be "
+            "repeated. Default: the operator's grid held_out, if it has one.",
+            metavar="NAME",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides among edits that evidence does not tell apart.")] = 0,
     study: Annotated[
         Path | None,
@@ -80,10 +88,11 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
+    from kernelbraid import ops
     from kernelbraid.search import travel
     from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers.llm_settings import LlmSettings
-    from kernelbraid.search.study import DEFAULT_PATIENCE, Study
+    from kernelbraid.search.study import DEFAULT_PATIENCE, Study, chosen_workloads
 
     llm = None
     if proposer == "llm":
@@ -110,6 +119,7 @@ def search(
         patience=DEFAULT_PATIENCE if patience is None else patience,
         proposer=proposer,
         seed=seed,
+        held_out=chosen_workloads(ops.get(operator, device), held_out) if held_out else None,
         elsewhere=job is not None or audit_command is not None,
         proposer_calls=proposer_calls,
         llm=llm,
@@ -147,6 +157,9 @@ def show(
     impl: Annotated[
         str | None, typer.Argument(help="An implementation: its hash, or the first digits.", metavar="[IMPL]")
     ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Also what proposers may not see: held-out workloads, marked.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a study, or everything recorded about one of its implementations."""
@@ -155,15 +168,19 @@ def show(
 
     with Study.open(study) as opened:
         if impl is not None:
-            document = documents.implementation(opened.store, opened.contract, impl)
+            document = documents.implementation(opened.store, opened.contract, impl, held_out=held_out)
             emit(document) if as_json else table.implementation(out(), document)
             return
         rows = documents.implementations(opened.store)
+        kept = documents.held_out(opened) if held_out else []
         if as_json:
-            emit({**opened.summary(), "implementations": rows})
+            shown = {"held_out_workloads": kept} if held_out else {}
+            emit({**opened.summary(), **shown, "implementations": rows})
         else:
             table.implementations(out(), rows)
             table.closing(out(), opened.summary())
+            if kept:
+                table.held_out(out(), kept)
 
 
 @app.command()

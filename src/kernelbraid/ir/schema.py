@@ -32,6 +32,7 @@ from kernelbraid.ir.columns import (
     FLOATS,
     PAIRS,
     TEXTS,
+    WORKLOAD,
     WORKLOADS,
     AnyFloat,
     WideInt,
@@ -46,7 +47,7 @@ from kernelbraid.ir.evidence import (
     Verdict,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x4B424944
 """Written into the header of every study database, so that a foreign SQLite file is recognised."""
 
@@ -157,6 +158,15 @@ class Study(Record):
     def workload(self, name: str) -> Workload | None:
         """The workload of that name, or None."""
         return next((workload for workload in self.workloads if workload.name == name), None)
+
+
+class HeldOut(Record):
+    """A workload that only full audits time and that proposers never see; chosen when the study is made."""
+
+    __tablename__ = "held_out"
+    position: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    workload: Mapped[Workload] = mapped_column(WORKLOAD)
 
 
 class AuditRequest(Record):
@@ -500,6 +510,7 @@ class ProposerAttempt(Record):
 
 ADDED: dict[int, tuple[type[Record], ...]] = {
     2: (AuditInterruption, Prompt, ModelSettings, ModelCall, ModelAnswer, ProposerAttempt),
+    3: (HeldOut,),
 }
 """Layout -> the tables that it added to the one before."""
 

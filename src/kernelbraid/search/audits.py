@@ -60,9 +60,13 @@ def runner(command: str | None) -> RunJob:
 
 
 def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
-    """Return a job that audits the requested implementations beside the root and the present incumbent."""
+    """Return a job that audits the requested implementations beside the root and the present incumbent.
+
+    Full audits time held-out workloads too; in a study that has some, a job is of one level.
+    """
     record, store = study.store.study, study.store
     assert requests
+    full = all(each.level is Level.FULL for each in requests)
     return jobs.AuditJob(
         id=secrets.token_hex(8),
         study=record.name,
@@ -74,7 +78,7 @@ def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
         policy=record.policy,
         dtype=record.dtype,
         constant_axes=record.constant_axes,
-        workloads=record.workloads,
+        workloads=(*record.workloads, *(store.held_out if full else ())),
         root=store.source(record.root),
         incumbent=store.source(study.incumbent),
         candidates=tuple(
@@ -161,6 +165,8 @@ def export(
     waiting = (study.store.pending() if requests is None else list(requests))[:most]
     if not waiting:
         raise ValueError(f"{study.folder} has no pending audit to export: submit a candidate first")
+    if study.held_out:
+        waiting = [each for each in waiting if each.level is waiting[0].level]
     jobs.write_job(job_of(study, waiting), path)
     return len(waiting)
 
