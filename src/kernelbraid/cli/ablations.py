@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kernelbraid.cli.agents import ExecutorName
 from kernelbraid.cli.application import Device, Json, OperatorName, app, emit, out, say
 from kernelbraid.report.failure import ExitCode
 
@@ -28,12 +29,14 @@ def ablate(
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
     device: Device = "cpu",
+    executor: ExecutorName = "local",
     as_json: Json = False,
 ) -> None:
     """Search with parts taken away, equal budgets, paired seeds: what evidence and branching contribute."""
     from kernelbraid.report import table
     from kernelbraid.report.progress import Watch
     from kernelbraid.search import ablation
+    from kernelbraid.search.audits import runner
     from kernelbraid.search.loop import Progress
     from kernelbraid.search.proposers.arms import Arm
 
@@ -62,7 +65,7 @@ def ablate(
                 say(f"{study}:")
             watch(progress)
 
-        document: dict[str, Any] = ablation.run(plan, progress=told)
+        document: dict[str, Any] = ablation.run(plan, progress=told, run_job=runner(None, executor))
     if as_json:
         emit(document)
     else:

@@ -10,6 +10,7 @@ from kernelbraid.cli.agents import (
     AuditCommandTemplate,
     BaseUrl,
     Evidence,
+    ExecutorName,
     KeyVariable,
     MaxMoney,
     MaxTokens,
@@ -84,6 +85,7 @@ def search(
     price_out: PriceOut = None,
     evidence: Evidence = "full",
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +109,7 @@ def search(
             price_out=price_out,
             evidence=evidence,
         )
-    run_job = runner(audit_command)
+    run_job = runner(audit_command, executor)
     with Study.create(
         study or new_study_folder(operator),
         operator,
@@ -120,12 +122,17 @@ def search(
         proposer=proposer,
         seed=seed,
         held_out=chosen_workloads(ops.get(operator, device), held_out) if held_out else None,
-        elsewhere=job is not None or audit_command is not None,
+        elsewhere=job is not None or audit_command is not None or executor != "local",
         proposer_calls=proposer_calls,
         llm=llm,
     ) as made:
         if job is None:
-            _drive(made, False if compare is None and audit_command else compare, as_json, run_job)
+            _drive(
+                made,
+                False if compare is None and (audit_command or executor != "local") else compare,
+                as_json,
+                run_job,
+            )
         else:
             done(as_json, travel.export(made, job, propose=True))
 
@@ -136,6 +143,7 @@ def resume(
     model: OtherModel = None,
     base_url: OtherUrl = None,
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
@@ -144,11 +152,16 @@ def resume(
     from kernelbraid.search.audits import runner
     from kernelbraid.search.study import Study
 
-    run_job = runner(audit_command)
+    run_job = runner(audit_command, executor)
     with Study.open(study) as opened:
         if opened.store.study.proposer == "llm":
             travel.change_model(opened, model, base_url)
-        _drive(opened, False if compare is None and audit_command else compare, as_json, run_job)
+        _drive(
+            opened,
+            False if compare is None and (audit_command or executor != "local") else compare,
+            as_json,
+            run_job,
+        )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage, opportunities
 from kernelbraid.search.budget import CLOSING, SEARCH
+from kernelbraid.search.executors import devices_of
 from kernelbraid.search.measured import aggregate, processes, provable
 from kernelbraid.search.proposers import Proposal, Proposer, ProposerSpent
 from kernelbraid.search.standings import Standing
@@ -285,7 +286,8 @@ class _Search:
         """How many candidates the next job may hold: at least one."""
         each, left = self._pace(), self._study.budget.seconds_left
         by_time = left / each if each > 0 else math.inf
-        return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
+        most = BATCH * devices_of(self._run_job)
+        return int(max(1, min(most, by_time, self._study.budget.audits_left)))
 
     def _pace(self) -> float:
         """Seconds to allow for a screen: by the last job, or by the stages of recorded audits."""
