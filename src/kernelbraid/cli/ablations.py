@@ -25,6 +25,13 @@ def ablate(
         Path | None,
         typer.Option(help="Implementation to start from; default: the shipped one.", metavar="FILE"),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Give every arm the proposals of this study; then arms are full, no-branching, best-of-n.",
+            metavar="STUDY",
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -44,16 +51,18 @@ def ablate(
     for name in arm or ():
         if name not in known:
             raise ValueError(f"arm must be one of {', '.join(known)}, got {name!r}")
+    every = tuple(each for each in Arm if replay is None or each is not Arm.NO_EVIDENCE)
     plan = ablation.Plan(
         operator=operator,
         folder=folder,
         repeats=repeats,
-        arms=tuple(Arm(name) for name in arm) if arm else tuple(Arm),
+        arms=tuple(Arm(name) for name in arm) if arm else every,
         audits=audits,
         minutes=minutes,
         root=root,
         device=device,
         policy=policy,
+        replay=replay,
     )
     with Watch() as watch:
         current = ""

@@ -55,7 +55,10 @@ def search(
     ] = None,
     proposer: Annotated[
         str,
-        typer.Option(help="knobs, llm (a language model) or external (candidates come by `submit`)."),
+        typer.Option(
+            help="knobs, llm (a language model), external (candidates come by `submit`) or replay (those of "
+            "another study)."
+        ),
     ] = "knobs",
     held_out: Annotated[
         list[str] | None,
@@ -74,6 +77,10 @@ def search(
         Path | None,
         typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="A study whose proposals are made again, from its root.", metavar="STUDY"),
+    ] = None,
     proposer_calls: ProposerCalls = None,
     model: ModelName = None,
     base_url: BaseUrl = None,
@@ -91,11 +98,21 @@ def search(
 ) -> None:
     """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
     from kernelbraid import ops
+    from kernelbraid.ir.replaying import Recorded
     from kernelbraid.search import travel
     from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers.llm_settings import LlmSettings
+    from kernelbraid.search.proposers.replay import made_from
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study, chosen_workloads
 
+    recorded: list[Recorded] = []
+    if replay is not None:
+        if root is not None or proposer not in ("knobs", "replay"):
+            raise ValueError("a replay starts from the recorded root and needs no other proposer")
+        of, root_source, recorded = made_from(replay)
+        if of != operator:
+            raise ValueError(f"{replay} is a study of {of}, not of {operator}")
+        proposer = "replay"
     llm = None
     if proposer == "llm":
         llm = LlmSettings.of(
@@ -113,7 +130,7 @@ def search(
     with Study.create(
         study or new_study_folder(operator),
         operator,
-        root,
+        root_source if recorded else root,
         device=device,
         policy=policy,
         minutes=minutes,
@@ -125,6 +142,7 @@ def search(
         elsewhere=job is not None or audit_command is not None or executor != "local",
         proposer_calls=proposer_calls,
         llm=llm,
+        replay=recorded,
     ) as made:
         if job is None:
             _drive(

@@ -169,6 +169,24 @@ class HeldOut(Record):
     workload: Mapped[Workload] = mapped_column(WORKLOAD)
 
 
+class RecordedProposal(Record):
+    """A proposal of another study that this one makes again."""
+
+    __tablename__ = "recorded_proposal"
+    position: Mapped[int] = mapped_column(primary_key=True)
+    sha256: Mapped[str] = mapped_column(unique=True)
+    text: Mapped[str]
+    label: Mapped[str]
+    parents: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    hypothesis: Mapped[str]
+    functions: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    regimes: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    expected_effect: Mapped[str]
+    requirements_at_risk: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    falsified_by: Mapped[str]
+    proposer: Mapped[str]
+
+
 class AuditRequest(Record):
     """An audit that is wanted: pending until a record of evidence answers it."""
 
@@ -510,7 +528,7 @@ class ProposerAttempt(Record):
 
 ADDED: dict[int, tuple[type[Record], ...]] = {
     2: (AuditInterruption, Prompt, ModelSettings, ModelCall, ModelAnswer, ProposerAttempt),
-    3: (HeldOut,),
+    3: (HeldOut, RecordedProposal),
 }
 """Layout -> the tables that it added to the one before."""
 

@@ -13,9 +13,10 @@ from kernelbraid import ops
 from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
-from kernelbraid.ir import proposing, query, schema
+from kernelbraid.ir import proposing, query, replaying, schema
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.held_out import shown
+from kernelbraid.ir.replaying import Recorded
 from kernelbraid.ir.schema import Audit, Lineage, Outcome
 from kernelbraid.ir.store import DuplicateSourceError, Store
 from kernelbraid.ops.problem import Operator
@@ -29,7 +30,7 @@ from kernelbraid.search.summary import summary
 DEFAULT_PATIENCE = 40
 """Audits without a promotion after which a search ends: more than the single edits of a usual source, so that
 a branch point can be tried out in full before the search gives up on it."""
-PROPOSERS = ("knobs", "external", "llm")
+PROPOSERS = ("knobs", "external", "llm", "replay")
 DECLARATIONS = ("numerics", "schedule")
 """Functions that every implementation exports beside the operator's entry points."""
 
@@ -76,6 +77,7 @@ class Study:
         elsewhere: bool = False,
         proposer_calls: int | None = None,
         llm: LlmSettings | None = None,
+        replay: Sequence[Recorded] = (),
     ) -> Self:
         """Make a new study in `folder`, whole or not at all.
 
@@ -91,12 +93,13 @@ class Study:
             minutes: time to search, the full audit that closes a search not included; None for no limit.
             audits: candidates to audit; None for no limit.
             patience: audits without a promotion after which the search ends.
-            proposer: `knobs`, `external` where candidates come through `submit`, or `llm`.
+            proposer: `knobs`, `external` where candidates come through `submit`, `llm` or `replay`.
             dtype: one of the contract's; by default its first.
             seed: decides among edits that evidence does not tell apart.
             elsewhere: audits run on another machine: the device need not be here.
             proposer_calls: times that the proposer is asked for candidates; None for no limit.
             llm: the language model of the proposer `llm`.
+            replay: what the proposer `replay` makes again; its root is the one they were made from.
 
         Raises:
             ValueError: an argument is out of its range, or the root is no implementation of the operator.
@@ -111,6 +114,10 @@ class Study:
             raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
         if (proposer == "llm") != (llm is not None):
             raise ValueError("a model's settings go with the proposer llm, and it needs them: give --model")
+        if (proposer == "replay") != bool(replay):
+            raise ValueError(
+                "recorded proposals go with the proposer replay, and it needs them: give --replay"
+            )
         if dtype not in contract.dtypes:
             raise ValueError(f"dtype must be one of {', '.join(contract.dtypes)}, got {dtype!r}")
         if llm is not None:
@@ -146,6 +153,8 @@ class Study:
         store = Store.create(Path(folder), record, source, contract.requirements, kept)
         if llm is not None:
             proposing.record_settings(store, llm.to_json(), prompts.shipped())
+        if replay:
+            replaying.record(store, replay)
         return cls(store, operator)
 
     @classmethod
