@@ -1,4 +1,4 @@
-"""Proposals of another study, kept in this one so that they can be made again whatever becomes of that one."""
+"""Proposals of another study, kept here so that they can be made again, whatever becomes of that one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

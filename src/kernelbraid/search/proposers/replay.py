@@ -1,4 +1,4 @@
-"""Makes a recorded study's proposals again: to reproduce a derivation, or to measure arms on the same ones."""
+"""Makes a recorded study's proposals again, to reproduce a derivation or to measure arms on them."""
 
 from collections.abc import Mapping
 from pathlib import Path
