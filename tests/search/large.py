@@ -1,4 +1,4 @@
-"""A large study of attention, written quickly: rows as the store would write them, without a transaction each."""
+"""A large study of attention, written quickly: rows as the store would write them, in one transaction."""
 
 import itertools
 import random
@@ -57,10 +57,12 @@ def fill(folder: Path, count: int) -> Study:
             [{"id": e.job, "implementation": e.implementation, "level": e.level, "root": e.root,
               "incumbent": e.incumbent, "created": 0.0} for e in found],
         )  # fmt: skip
-        stated = {"hypothesis": "h", "functions": (), "regimes": (), "expected_effect": "",
-                  "requirements_at_risk": (), "falsified_by": "", "proposer": "knobs", "created": 0.0}  # fmt: skip
+        empty = dict.fromkeys(("functions", "regimes", "requirements_at_risk"), ())
+        stated = {**empty, "hypothesis": "h", "expected_effect": "", "falsified_by": "", "proposer": "knobs"}
+        stated["created"] = 0.0
         session.execute(
-            insert(Modification.__table__), [{"id": n + 1, "child": s.sha256, **stated} for n, s in enumerate(sources)]
+            insert(Modification.__table__),
+            [{"id": n + 1, "child": s.sha256, **stated} for n, s in enumerate(sources)],
         )
         session.execute(
             insert(ModificationParent.__table__),
@@ -70,8 +72,8 @@ def fill(folder: Path, count: int) -> Study:
                  "specialisations", "seconds", "seed", "environment", "harness", "started")  # fmt: skip
         session.execute(
             insert(Audit.__table__),
-            [{**{name: getattr(e, name) for name in names}, "seq": n + 2, "request": e.job, "comparable": "c" * 16,
-              "log": None, "recorded": 0.0} for n, e in enumerate(found)],
+            [{**{name: getattr(e, name) for name in names}, "seq": n + 2, "request": e.job,
+              "comparable": "c" * 16, "log": None, "recorded": 0.0} for n, e in enumerate(found)],
         )  # fmt: skip
         fields = ("requirement", "held", "cases", "comparisons", "error", "difference")
         session.execute(
@@ -79,8 +81,8 @@ def fill(folder: Path, count: int) -> Study:
             [{"audit": n + 2, "position": i, **{name: getattr(v, name) for name in fields}}
              for n, e in enumerate(found) for i, v in enumerate(e.verdicts)],
         )  # fmt: skip
-        fields = ("workload", "phase", "weight", "limit", "protocol", "candidate_ms", "root_ms", "incumbent_ms",
-                  "calls", "bound_ms")  # fmt: skip
+        fields = ("workload", "phase", "weight", "limit", "protocol", "candidate_ms", "root_ms",
+                  "incumbent_ms", "calls", "bound_ms")  # fmt: skip
         session.execute(
             insert(AuditMeasurement.__table__),
             [{"audit": n + 2, "position": i, **{name: getattr(m, name) for name in fields}}

@@ -6,18 +6,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import select
-
 import kernelbraid
 from kernelbraid import ops
 from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
-from kernelbraid.ir import proposing, query, replaying, schema
+from kernelbraid.ir import proposing, query, replaying, schema, survey
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.held_out import shown
+from kernelbraid.ir.reading import evidence_after
 from kernelbraid.ir.replaying import Recorded
-from kernelbraid.ir.schema import Audit, Lineage, Outcome
+from kernelbraid.ir.schema import Lineage, Outcome
 from kernelbraid.ir.store import DuplicateSourceError, Store
 from kernelbraid.ops.problem import Operator
 from kernelbraid.search import prompts
@@ -55,6 +54,7 @@ class Study:
         self._audits: dict[str, list[AuditEvidence]] = {}
         self._whole: dict[str, AuditEvidence] = {}
         self._standings: dict[str, Standing] = {}
+        self._parents: dict[str, tuple[str, ...]] = {}
         self._seen = 0
 
     @classmethod
@@ -222,21 +222,21 @@ class Study:
         """
         held_out = self.held_out
         with self.store.read() as session:
-            new = session.scalars(select(Audit).where(Audit.seq > self._seen).order_by(Audit.seq)).all()
-            for audit in new:
-                found = audit.evidence()
+            new = evidence_after(session, self._seen)
+            for _, found in new:
                 if held_out and found.level is Level.FULL:
                     self._whole[found.job] = found
-                self._audits.setdefault(audit.implementation, []).append(shown(found, held_out))
-        for sha256 in {audit.implementation for audit in new}:
+                self._audits.setdefault(found.implementation, []).append(shown(found, held_out))
+        for sha256 in {found.implementation for _, found in new}:
             self._standings[sha256] = standing(self._audits[sha256], len(self.workloads))
-        self._seen = max((audit.seq for audit in new), default=self._seen)
+        self._seen = max((seq for seq, _ in new), default=self._seen)
         return {sha256: self._standings[sha256] for sha256 in self._audits}
 
     def parents(self, sha256: str) -> tuple[str, ...]:
         """Return the parents of an implementation; the root has none."""
-        modification = query.modification(self.store, sha256)
-        return () if modification is None else modification.parents
+        if sha256 not in self._parents and sha256 != self.root:
+            self._parents = {each.child: each.parents for each in survey.changes(self.store)}
+        return self._parents.get(sha256, ())
 
     def admit(self, proposal: Proposal) -> str:
         """Record a proposal as an implementation and request its audit.
