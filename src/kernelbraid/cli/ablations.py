@@ -32,6 +32,10 @@ def ablate(
             metavar="STUDY",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw objectives and seconds of the arms.", metavar="FILE.svg"),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -40,7 +44,7 @@ def ablate(
     as_json: Json = False,
 ) -> None:
     """Search with parts taken away, equal budgets, paired seeds: what evidence and branching contribute."""
-    from kernelbraid.report import table
+    from kernelbraid.report import arms, table
     from kernelbraid.report.progress import Watch
     from kernelbraid.search import ablation
     from kernelbraid.search.audits import runner
@@ -75,6 +79,8 @@ def ablate(
             watch(progress)
 
         document: dict[str, Any] = ablation.run(plan, progress=told, run_job=runner(None, executor))
+    if plot is not None:
+        arms.write(document, plot)
     if as_json:
         emit(document)
     else:

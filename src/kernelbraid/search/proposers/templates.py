@@ -34,8 +34,7 @@ class Template:
     def read(self, text: str) -> tuple[DeclaredKnob, ...] | None:
         """Return the knobs of another source; None unless it is this one but for literals of lawful values.
 
-        A literal that stands where another one stood, and is one itself, changes nothing else of what is parsed:
-        so nothing needs to be.
+        A literal in the place of another one changes nothing else of what is parsed, so nothing needs to be.
         """
         data = text.encode()
         if not data.startswith(self.pieces[0]):
