@@ -253,8 +253,8 @@ def _of_instructions(point: Standing, kernel: "CompiledKernel", mix: sass.Mix) -
         yield _finding(
             point,
             f"warp-group matrix products (wgmma) in {kernel.name}",
-            f"{mix.warp_products} of {mix.total} instructions of {kernel.text} are mma.sync (HMMA), none is wgmma "
-            "(HGMMA), and sm_90 reaches its rate by wgmma alone",
+            f"{mix.warp_products} of {mix.total} instructions of {kernel.text} are mma.sync (HMMA), none is "
+            "wgmma (HGMMA), and sm_90 reaches its rate by wgmma alone",
             (),
         )
     if mix.narrow_share >= NARROW:
