@@ -47,6 +47,12 @@ def search(
     device: Device = "cpu",
     minutes: Annotated[float | None, typer.Option(help="Time to search, above 0.")] = None,
     audits: Annotated[int | None, typer.Option(help="Candidates to audit.", min=1)] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Optimize for the calls of a run that `train --record-workloads` recorded.", metavar="FILE"
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -105,11 +111,11 @@ def search(
     from kernelbraid.search.proposers.replay import made_from
     from kernelbraid.search.study import DEFAULT_PATIENCE, Study, chosen_workloads
 
-    recorded: list[Recorded] = []
+    replayed: list[Recorded] = []
     if replay is not None:
         if root is not None or proposer not in ("knobs", "replay"):
             raise ValueError("a replay starts from the recorded root and needs no other proposer")
-        of, root_source, recorded = made_from(replay)
+        of, root_source, replayed = made_from(replay)
         if of != operator:
             raise ValueError(f"{replay} is a study of {of}, not of {operator}")
         proposer = "replay"
@@ -127,11 +133,14 @@ def search(
             evidence=evidence,
         )
     run_job = runner(audit_command, executor)
+    recorded = None if workloads is None else _recorded(operator, device, workloads)
     with Study.create(
         study or new_study_folder(operator),
         operator,
-        root_source if recorded else root,
+        root_source if replayed else root,
         device=device,
+        workloads=None if recorded is None else recorded.workloads,
+        dtype=None if recorded is None else recorded.dtype,
         policy=policy,
         minutes=minutes,
         audits=audits,
@@ -142,7 +151,7 @@ def search(
         elsewhere=job is not None or audit_command is not None or executor != "local",
         proposer_calls=proposer_calls,
         llm=llm,
-        replay=recorded,
+        replay=replayed,
     ) as made:
         if job is None:
             _drive(
@@ -288,6 +297,19 @@ def new_study_folder(operator: str) -> Path:
 
     named = (Path("studies") / f"{operator}-{date.today():%Y%m%d}-{n}" for n in count(1))
     return next(folder for folder in named if not folder.exists())
+
+
+def _recorded(operator: str, device: str, file: Path) -> Any:
+    """Read recorded workloads, and say what they leave out."""
+    from kernelbraid import ops
+    from kernelbraid.search.recorded import read_recorded
+
+    found = read_recorded(file, ops.get(operator, device), device)
+    say(
+        f"{len(found.workloads)} workloads stand for {found.shapes} recorded shapes; calls with "
+        f"{found.left_out:.2%} of their least time are left out"
+    )
+    return found
 
 
 def _drive(study: Any, compare: bool | None, as_json: bool, run_job: Any) -> None:
