@@ -86,11 +86,11 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 1e-3)
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     sizes = ["--prompt", "8", "--response", "8", "--group", "2", "--prompts", "2", "--micro-tokens", "16"]
-    done = CliRunner().invoke(app, ["profile", "Qwen3-MoE-small", *sizes, "--json"])
+    done = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes, "--json"])
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
-    assert document["model"] == "Qwen3-MoE-small" and set(document["phases"]) == set(PHASES)
-    table = CliRunner().invoke(app, ["profile", "Qwen3-MoE-small", *sizes])
+    assert document["model"] == "SmolLM2-135M" and set(document["phases"]) == set(PHASES)
+    table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes])
     assert table.exit_code == 0 and "ceiling of reuse alone" in table.stdout
     unknown = CliRunner().invoke(app, ["profile", "GPT-2"])
     assert unknown.exit_code != 0

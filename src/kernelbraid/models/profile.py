@@ -296,6 +296,6 @@ def _without_collection() -> Iterator[None]:
 def _device_name(device: str) -> str:
     if device == "cuda":
         return str(torch.cuda.get_device_name())
-    from kernelbraid.audit.environment import fingerprint
+    from kernelbraid.ops.installed import cpu_model
 
-    return fingerprint("cpu", rates=False).device
+    return cpu_model()
