@@ -69,11 +69,24 @@ def test_other_models_are_refused() -> None:
         unify(made("llama").model)
 
 
-def test_angles_that_are_not_the_configurations_are_refused() -> None:
+@pytest.mark.parametrize("factor", [2, 1.0001])
+def test_angles_that_are_not_the_configurations_are_refused(factor: float) -> None:
     model = made("llama")
-    model.model.rotary_emb.inv_freq.mul_(2)
+    model.model.rotary_emb.inv_freq.mul_(factor)
     with pytest.raises(ValueError, match=r"model\.rotary_emb has other angles than rope_parameters"):
         unify(model)
+
+
+def test_angles_rounded_with_the_model_are_not_refused() -> None:
+    """Tables are made from the configuration, whatever `model.bfloat16()` did to the buffer."""
+    model = made("llama")
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+    assert unify(model).complete
+    other = made("llama")
+    other.model.rotary_emb.inv_freq = 1.02 * rotary.inv_freq
+    with pytest.raises(ValueError, match=r"model\.rotary_emb has other angles"):
+        unify(other)
 
 
 def test_quantised_weights_are_refused() -> None:

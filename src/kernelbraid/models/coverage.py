@@ -18,6 +18,8 @@ TESTED_TRANSFORMERS = ("5.0.0", "5.17.0", "5.24.0")
 """Versions whose layers' own code, between the modules that are replaced, was tested."""
 
 PREFIXES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+ANGLE_ERROR = 1e-5
+"""Relative, of angles computed in float32: powers and sines round otherwise elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,8 @@ def _refuse_angles(rotary: Any, sizes: ModelConfig) -> None:
     cos, sin = rope_tables(sizes.head_dim, 2, sizes.rope_theta, sizes.rope_scaling)
     wanted = torch.atan2(sin[1], cos[1])
     found = getattr(rotary, "inv_freq", wanted)
-    close = found.shape == wanted.shape and torch.allclose(found.float().cpu(), wanted, rtol=1e-3, atol=0.0)
+    rounding = max(ANGLE_ERROR, torch.finfo(found.dtype).eps)  # model.bfloat16() rounds them too
+    close = found.shape == wanted.shape and torch.allclose(found.float().cpu(), wanted, rtol=rounding, atol=0)
     if not close or getattr(rotary, "attention_scaling", 1.0) != 1.0:
         raise ValueError(
             "model.rotary_emb has other angles than rope_parameters of the configuration state: load the "
