@@ -38,11 +38,17 @@ $(VENV)/.gym: $(VENV)/.made
 		|| echo 'reasoning-gym cannot be installed here: its tests are left out'
 	@touch $@
 
+# A cluster on this machine for the tests of audits on several.
+$(VENV)/.ray: $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray>=2.50' \
+		|| echo 'ray cannot be installed here: its tests are left out'
+	@touch $@
+
 # What `make test` leaves out, but for what takes hours.
 test-slow: venv $(VENV)/.smollm2 $(VENV)/.gym
 	$(BIN)/pytest -m "slow and not exhaustive"
 
-test-all: lint $(VENV)/.smollm2 $(VENV)/.gym
+test-all: lint $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray
 	$(BIN)/pytest
 
 bench: venv

@@ -22,7 +22,7 @@ LONGER_IMPLEMENTATIONS = {"attention/cpu.py": 800, "attention/gpu.py": 850, "log
 MAY_IMPORT = {
     "contract": set(),
     "ops": {"contract"},
-    "models": {"contract", "ops"},
+    "models": {"contract", "ops", "audit"},
     "rl": {"contract", "ops", "models"},
     "ir": {"contract"},
     "audit": {"contract", "ops", "ir"},

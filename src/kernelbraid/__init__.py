@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernelbraid.models.certified import certified
+    from kernelbraid.models.shared import decoder_of, packed_logprobs, refresh
+    from kernelbraid.models.unify import restore, unify
     from kernelbraid.ops.add_rms_norm.api import add_rms_norm
     from kernelbraid.ops.attention.api import attention, check_metadata, paged_attention, write_kv_cache
     from kernelbraid.ops.embedding.api import embedding
@@ -30,7 +33,9 @@ __all__ = [
     "__version__",
     "add_rms_norm",
     "attention",
+    "certified",
     "check_metadata",
+    "decoder_of",
     "embedding",
     "head_logits",
     "linear",
@@ -39,14 +44,18 @@ __all__ = [
     "moe_experts",
     "moe_router",
     "next_token_logprobs",
+    "packed_logprobs",
     "paged_attention",
     "qk_norm",
     "qk_norm_rope_cache",
+    "refresh",
+    "restore",
     "rms_norm",
     "rope",
     "rope_tables",
     "sample",
     "swiglu",
+    "unify",
     "write_kv_cache",
 ]
 
@@ -55,7 +64,9 @@ _HOMES = {
     "Study": "kernelbraid.search.study",
     "add_rms_norm": "kernelbraid.ops.add_rms_norm.api",
     "attention": "kernelbraid.ops.attention.api",
+    "certified": "kernelbraid.models.certified",
     "check_metadata": "kernelbraid.ops.attention.api",
+    "decoder_of": "kernelbraid.models.shared",
     "embedding": "kernelbraid.ops.embedding.api",
     "head_logits": "kernelbraid.ops.logprob.api",
     "linear": "kernelbraid.ops.linear.api",
@@ -64,14 +75,18 @@ _HOMES = {
     "moe_experts": "kernelbraid.ops.moe_experts.api",
     "moe_router": "kernelbraid.ops.moe_router.api",
     "next_token_logprobs": "kernelbraid.ops.logprob.api",
+    "packed_logprobs": "kernelbraid.models.shared",
     "paged_attention": "kernelbraid.ops.attention.api",
     "qk_norm": "kernelbraid.ops.qk_norm.api",
     "qk_norm_rope_cache": "kernelbraid.ops.qk_norm_rope_cache.api",
+    "refresh": "kernelbraid.models.shared",
+    "restore": "kernelbraid.models.unify",
     "rms_norm": "kernelbraid.ops.rms_norm.api",
     "rope": "kernelbraid.ops.rope.api",
     "rope_tables": "kernelbraid.ops.rope.api",
     "sample": "kernelbraid.ops.sample.api",
     "swiglu": "kernelbraid.ops.swiglu.api",
+    "unify": "kernelbraid.models.unify",
     "write_kv_cache": "kernelbraid.ops.attention.api",
 }
 

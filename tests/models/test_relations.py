@@ -9,6 +9,7 @@ from kernelbraid.models import layer, model, relations
 from kernelbraid.models.config import NAMED, ModelConfig, named
 from kernelbraid.models.load import drawn
 from kernelbraid.models.model import Decoder
+from kernelbraid.models.operators import Operators
 from kernelbraid.models.relations import check_generation, check_layer, check_model, sequences_of
 
 
@@ -48,19 +49,17 @@ def test_generation_does_not_depend_on_neighbours() -> None:
     assert torch.equal(together.logprobs[0], alone.logprobs[0])
 
 
-def torch_rms_norm(x, weight, *, eps):
+class OtherNorm(Operators):
     """Another order of the same sum for single tokens."""
-    if len(x) == 1:
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    return layer_norm(x, weight, eps=eps)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if len(x) == 1:
+            return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+        return super().rms_norm(x, weight, eps)
 
 
-layer_norm = layer.rms_norm
-
-
-def test_another_kernel_for_single_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "rms_norm", torch_rms_norm)
-    made = decoder("SmolLM2-135M")
+def test_another_kernel_for_single_tokens_is_seen() -> None:
+    made = replace(decoder("SmolLM2-135M"), operators=OtherNorm())
     findings = {each.relation: each for each in check_model(made, (33, 1, 70))}
     assert not findings["packed_equals_alone"].held
     assert findings["update_equals_prefill"].held

@@ -171,6 +171,8 @@ class FakeAudits:
     """Picks another draw of the noise, which follows the sources' text."""
     rewritten: Mapping[str, float] = field(default_factory=dict)
     """SHA-256 of a source -> change of its log latencies, for what the settings do not tell."""
+    overfits: Callable[[Settings, Workload], float] = lambda settings, workload: 0.0
+    """Change of log latency on one workload."""
     seconds: Mapping[Level, float] = field(default_factory=lambda: {Level.SCREEN: 6.0, Level.FULL: 30.0})
     before: Callable[[str], None] = lambda where: None
     now: float = 0.0
@@ -248,6 +250,7 @@ class FakeAudits:
                 process = rng.gauss(0.0, self.noise)
                 for workload in job.workloads:
                     log = self.model(settings_of(source), workload.phase) + process
+                    log += self.overfits(settings_of(source), workload)
                     log += self.rewritten.get(source.sha256, 0.0)
                     ms.setdefault((whose, workload.name), []).append(ROOT_MS[workload.phase] * math.exp(log))
             sides = [[ms[whose, each.name] for each in job.workloads] for whose in ("candidate", "incumbent")]

@@ -4,7 +4,29 @@ Documents and tables go to standard output; progress, warnings and errors to sta
 those of `report.failure.ExitCode`.
 """
 
-from kernelbraid.cli import ablations, agents, operators, pages, studies, submissions, travel
+from kernelbraid.cli import (
+    ablations,
+    agents,
+    operators,
+    pages,
+    rollouts,
+    studies,
+    submissions,
+    training,
+    travel,
+)
 from kernelbraid.cli.application import app, main
 
-__all__ = ["ablations", "agents", "app", "main", "operators", "pages", "studies", "submissions", "travel"]
+__all__ = [
+    "ablations",
+    "agents",
+    "app",
+    "main",
+    "operators",
+    "pages",
+    "rollouts",
+    "studies",
+    "submissions",
+    "training",
+    "travel",
+]

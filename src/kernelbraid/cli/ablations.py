@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kernelbraid.cli.agents import ExecutorName
 from kernelbraid.cli.application import Device, Json, OperatorName, app, emit, out, say
 from kernelbraid.report.failure import ExitCode
 
@@ -24,16 +25,29 @@ def ablate(
         Path | None,
         typer.Option(help="Implementation to start from; default: the shipped one.", metavar="FILE"),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Give every arm the proposals of this study; then arms are full, no-branching, best-of-n.",
+            metavar="STUDY",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw objectives and seconds of the arms.", metavar="FILE.svg"),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
     device: Device = "cpu",
+    executor: ExecutorName = "local",
     as_json: Json = False,
 ) -> None:
     """Search with parts taken away, equal budgets, paired seeds: what evidence and branching contribute."""
-    from kernelbraid.report import table
+    from kernelbraid.report import arms, table
     from kernelbraid.report.progress import Watch
     from kernelbraid.search import ablation
+    from kernelbraid.search.audits import runner
     from kernelbraid.search.loop import Progress
     from kernelbraid.search.proposers.arms import Arm
 
@@ -41,16 +55,18 @@ def ablate(
     for name in arm or ():
         if name not in known:
             raise ValueError(f"arm must be one of {', '.join(known)}, got {name!r}")
+    every = tuple(each for each in Arm if replay is None or each is not Arm.NO_EVIDENCE)
     plan = ablation.Plan(
         operator=operator,
         folder=folder,
         repeats=repeats,
-        arms=tuple(Arm(name) for name in arm) if arm else tuple(Arm),
+        arms=tuple(Arm(name) for name in arm) if arm else every,
         audits=audits,
         minutes=minutes,
         root=root,
         device=device,
         policy=policy,
+        replay=replay,
     )
     with Watch() as watch:
         current = ""
@@ -62,7 +78,9 @@ def ablate(
                 say(f"{study}:")
             watch(progress)
 
-        document: dict[str, Any] = ablation.run(plan, progress=told)
+        document: dict[str, Any] = ablation.run(plan, progress=told, run_job=runner(None, executor))
+    if plot is not None:
+        arms.write(document, plot)
     if as_json:
         emit(document)
     else:

@@ -52,6 +52,14 @@ Evidence = Annotated[
 ProposerCalls = Annotated[
     int | None, typer.Option(help="Times that the proposer is asked for candidates.", min=1)
 ]
+ExecutorName = Annotated[
+    str,
+    typer.Option(
+        "--executor",
+        help="Where audits run: local, ray (a Ray cluster: RAY_ADDRESS, or one made here) or ray:ADDRESS.",
+        metavar="WHERE",
+    ),
+]
 AuditCommandTemplate = Annotated[
     str | None,
     typer.Option(
@@ -71,13 +79,14 @@ def mcp(
     port: Annotated[int, typer.Option(help="Port to listen at.", min=1, max=65535)] = 8765,
     by: Annotated[str, typer.Option(help="Who submits and decides, where a call does not say.")] = "mcp",
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
 ) -> None:
     """Let coding agents drive a study: an MCP server over stdio or HTTP."""
     from kernelbraid.cli.application import say
     from kernelbraid.integrations import mcp as integration
     from kernelbraid.search.audits import runner
 
-    made = integration.server(study, by=by, files=not http, run_job=runner(audit_command))
+    made = integration.server(study, by=by, files=not http, run_job=runner(audit_command, executor))
     if http:
         say(f"serving {study} at http://{host}:{port}/mcp; Ctrl-C ends")
         integration.serve_http(made, host, port)

@@ -10,6 +10,7 @@ from kernelbraid.cli.agents import (
     AuditCommandTemplate,
     BaseUrl,
     Evidence,
+    ExecutorName,
     KeyVariable,
     MaxMoney,
     MaxTokens,
@@ -46,6 +47,12 @@ def search(
     device: Device = "cpu",
     minutes: Annotated[float | None, typer.Option(help="Time to search, above 0.")] = None,
     audits: Annotated[int | None, typer.Option(help="Candidates to audit.", min=1)] = None,
+    workloads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Optimize for the calls of a run that `train --record-workloads` recorded.", metavar="FILE"
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -54,8 +61,19 @@ def search(
     ] = None,
     proposer: Annotated[
         str,
-        typer.Option(help="knobs, llm (a language model) or external (candidates come by `submit`)."),
+        typer.Option(
+            help="knobs, llm (a language model), external (candidates come by `submit`) or replay (those of "
+            "another study)."
+        ),
     ] = "knobs",
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A workload, or a grid of them, that proposers never see and a promotion needs too; may be "
+            "repeated. Default: the operator's grid held_out, if it has one.",
+            metavar="NAME",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides among edits that evidence does not tell apart.")] = 0,
     study: Annotated[
         Path | None,
@@ -64,6 +82,10 @@ def search(
     job: Annotated[
         Path | None,
         typer.Option("--export", help="Run nothing: write the first audits to a job file.", metavar="FILE"),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="A study whose proposals are made again, from its root.", metavar="STUDY"),
     ] = None,
     proposer_calls: ProposerCalls = None,
     model: ModelName = None,
@@ -76,15 +98,27 @@ def search(
     price_out: PriceOut = None,
     evidence: Evidence = "full",
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
     """Search for a faster implementation; Ctrl-C stops cleanly and `resume` continues."""
+    from kernelbraid import ops
+    from kernelbraid.ir.replaying import Recorded
     from kernelbraid.search import travel
     from kernelbraid.search.audits import runner
     from kernelbraid.search.proposers.llm_settings import LlmSettings
-    from kernelbraid.search.study import DEFAULT_PATIENCE, Study
+    from kernelbraid.search.proposers.replay import made_from
+    from kernelbraid.search.study import DEFAULT_PATIENCE, Study, chosen_workloads
 
+    replayed: list[Recorded] = []
+    if replay is not None:
+        if root is not None or proposer not in ("knobs", "replay"):
+            raise ValueError("a replay starts from the recorded root and needs no other proposer")
+        of, root_source, replayed = made_from(replay)
+        if of != operator:
+            raise ValueError(f"{replay} is a study of {of}, not of {operator}")
+        proposer = "replay"
     llm = None
     if proposer == "llm":
         llm = LlmSettings.of(
@@ -98,24 +132,34 @@ def search(
             price_out=price_out,
             evidence=evidence,
         )
-    run_job = runner(audit_command)
+    run_job = runner(audit_command, executor)
+    recorded = None if workloads is None else _recorded(operator, device, workloads)
     with Study.create(
         study or new_study_folder(operator),
         operator,
-        root,
+        root_source if replayed else root,
         device=device,
+        workloads=None if recorded is None else recorded.workloads,
+        dtype=None if recorded is None else recorded.dtype,
         policy=policy,
         minutes=minutes,
         audits=audits,
         patience=DEFAULT_PATIENCE if patience is None else patience,
         proposer=proposer,
         seed=seed,
-        elsewhere=job is not None or audit_command is not None,
+        held_out=chosen_workloads(ops.get(operator, device), held_out) if held_out else None,
+        elsewhere=job is not None or audit_command is not None or executor != "local",
         proposer_calls=proposer_calls,
         llm=llm,
+        replay=replayed,
     ) as made:
         if job is None:
-            _drive(made, False if compare is None and audit_command else compare, as_json, run_job)
+            _drive(
+                made,
+                False if compare is None and (audit_command or executor != "local") else compare,
+                as_json,
+                run_job,
+            )
         else:
             done(as_json, travel.export(made, job, propose=True))
 
@@ -126,6 +170,7 @@ def resume(
     model: OtherModel = None,
     base_url: OtherUrl = None,
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
     compare: Compare = None,
     as_json: Json = False,
 ) -> None:
@@ -134,11 +179,16 @@ def resume(
     from kernelbraid.search.audits import runner
     from kernelbraid.search.study import Study
 
-    run_job = runner(audit_command)
+    run_job = runner(audit_command, executor)
     with Study.open(study) as opened:
         if opened.store.study.proposer == "llm":
             travel.change_model(opened, model, base_url)
-        _drive(opened, False if compare is None and audit_command else compare, as_json, run_job)
+        _drive(
+            opened,
+            False if compare is None and (audit_command or executor != "local") else compare,
+            as_json,
+            run_job,
+        )
 
 
 @app.command()
@@ -147,6 +197,9 @@ def show(
     impl: Annotated[
         str | None, typer.Argument(help="An implementation: its hash, or the first digits.", metavar="[IMPL]")
     ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Also what proposers may not see: held-out workloads, marked.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a study, or everything recorded about one of its implementations."""
@@ -155,15 +208,19 @@ def show(
 
     with Study.open(study) as opened:
         if impl is not None:
-            document = documents.implementation(opened.store, opened.contract, impl)
+            document = documents.implementation(opened.store, opened.contract, impl, held_out=held_out)
             emit(document) if as_json else table.implementation(out(), document)
             return
         rows = documents.implementations(opened.store)
+        kept = documents.held_out(opened) if held_out else []
         if as_json:
-            emit({**opened.summary(), "implementations": rows})
+            shown = {"held_out_workloads": kept} if held_out else {}
+            emit({**opened.summary(), **shown, "implementations": rows})
         else:
             table.implementations(out(), rows)
             table.closing(out(), opened.summary())
+            if kept:
+                table.held_out(out(), kept)
 
 
 @app.command()
@@ -240,6 +297,19 @@ def new_study_folder(operator: str) -> Path:
 
     named = (Path("studies") / f"{operator}-{date.today():%Y%m%d}-{n}" for n in count(1))
     return next(folder for folder in named if not folder.exists())
+
+
+def _recorded(operator: str, device: str, file: Path) -> Any:
+    """Read recorded workloads, and say what they leave out."""
+    from kernelbraid import ops
+    from kernelbraid.search.recorded import read_recorded
+
+    found = read_recorded(file, ops.get(operator, device), device)
+    say(
+        f"{len(found.workloads)} workloads stand for {found.shapes} recorded shapes; calls with "
+        f"{found.left_out:.2%} of their least time are left out"
+    )
+    return found
 
 
 def _drive(study: Any, compare: bool | None, as_json: bool, run_job: Any) -> None:

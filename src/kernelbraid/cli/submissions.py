@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kernelbraid.cli.agents import AuditCommandTemplate
+from kernelbraid.cli.agents import AuditCommandTemplate, ExecutorName
 from kernelbraid.cli.application import Implementation, StudyFolder, app, emit, failed
 
 
@@ -77,6 +77,7 @@ def submit(
     by: Annotated[str, typer.Option(help="Who submits.")] = "external",
     audit: Annotated[bool, typer.Option("--audit", help="Audit it here and now.")] = False,
     audit_command: AuditCommandTemplate = None,
+    executor: ExecutorName = "local",
 ) -> None:
     """JSON: record a candidate and request its audit; with --audit, run it and decide on promotion."""
     from kernelbraid.report.progress import Watch
@@ -98,7 +99,7 @@ def submit(
             by=by,
             audit=audit,
             progress=watch,
-            run_job=runner(audit_command),
+            run_job=runner(audit_command, executor),
         )
     emit(document)
 

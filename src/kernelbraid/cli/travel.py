@@ -39,12 +39,23 @@ def audit_run(
     """Run a job file where there is neither study nor network; run it again to go on."""
     from kernelbraid.audit import jobs
     from kernelbraid.report.progress import Watch
+    from kernelbraid.search.executors import QUEUED
+    from kernelbraid.search.executors.local import LocalExecutor
 
-    job = jobs.read_job(file)
+    job, waited = jobs.read_job(file), 0.0
     with Watch() as watch:
-        jobs.run_job(job, to, minutes=minutes, progress=watch.event)
+
+        def told(event: jobs.Event) -> None:
+            nonlocal waited
+            waited += event.data["seconds"] if event.stage == QUEUED else 0.0
+            watch.event(event)
+
+        LocalExecutor()(job, to, minutes=minutes, progress=told)
     answered = len(jobs.read_results(to).evidence)
-    done(as_json, {"results": str(to), "answered": answered, "asked": len(job.candidates)})
+    done(
+        as_json,
+        {"results": str(to), "answered": answered, "asked": len(job.candidates), "queue_seconds": waited},
+    )
 
 
 @travelling.command("import")

@@ -96,6 +96,10 @@ def _workloads(data: Any) -> tuple[Workload, ...]:
     return tuple(Workload(**{**item, "axes": axes(item["axes"])}) for item in data)
 
 
+def _workload(data: Any) -> Workload:
+    return _workloads([data])[0]
+
+
 def _checks(data: Any) -> tuple[dict[str, Any], ...]:
     return tuple(dict(item) for item in data)
 
@@ -109,6 +113,7 @@ FLOATS = Json(_floats)
 PAIRS = Json(_pairs)
 AXES = Json(_axes)
 WORKLOADS = Json(_workloads)
+WORKLOAD = Json(_workload)
 CHECKS = Json(_checks)
 DIFFERENCE = Json(_difference)
 ENVIRONMENT = Json(environment_from_json)

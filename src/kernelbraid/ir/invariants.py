@@ -9,11 +9,13 @@ from typing import Any
 from sqlalchemy import exists, select, text
 from sqlalchemy.orm import Session
 
-from kernelbraid.contract import BitPolicy, left_to_full
+from kernelbraid.contract import BitPolicy, Workload, left_to_full
+from kernelbraid.ir import held_out as kept
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Measurement, Status
 from kernelbraid.ir.schema import (
     Audit,
     AuditRequest,
+    HeldOut,
     Implementation,
     Modification,
     Opportunity,
@@ -35,8 +37,9 @@ AGAINST_ROOT = "implementations_agree"
 """The relation that an audit may leave out where the bits ids differ, since it then claims nothing."""
 
 
-def check_study(study: Study, requirements: Sequence[Requirement]) -> None:
+def check_study(study: Study, requirements: Sequence[Requirement], held_out: Sequence[Workload] = ()) -> None:
     """Raise ValueError unless a study is complete."""
+    kept.check(study.workloads, held_out)
     names = [workload.name for workload in study.workloads]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"workloads must name at least one workload, each once, got {sorted(names)}")
@@ -60,6 +63,8 @@ class Grounds:
     """Ids that an audit leaves out which did not come to the checks of level full."""
     incumbents: frozenset[str]
     """The root and everything that was ever promoted."""
+    held_out: Mapping[str, Workload]
+    """Name -> workload that only full audits time."""
     root_bits: Mapping[str, str | None]
     """Architecture -> the bits id that the root's first accepted audit found."""
 
@@ -73,6 +78,7 @@ class Grounds:
             requirements=dict(rows.all()),
             later=frozenset(session.scalars(later)),
             incumbents=frozenset({study.root, *promoted}),
+            held_out={each.name: each.workload for each in session.scalars(select(HeldOut))},
             root_bits=_bits_by_architecture(session, study.root),
         )
 
@@ -103,7 +109,7 @@ def check_evidence(grounds: Grounds, request: AuditRequest, evidence: AuditEvide
     if evidence.incumbent not in grounds.incumbents:
         raise ValueError(f"{named} names an incumbent that this study never had: {evidence.incumbent}")
     _check_verdicts(grounds, evidence, named)
-    _check_measurements(study, evidence, named)
+    _check_measurements(grounds, evidence, named)
     if evidence.status in ACCEPTED:
         _check_bits_id(grounds, evidence, named)
 
@@ -136,12 +142,17 @@ def _check_verdicts(grounds: Grounds, evidence: AuditEvidence, named: str) -> No
             )
 
 
-def _check_measurements(study: Study, evidence: AuditEvidence, named: str) -> None:
+def _check_measurements(grounds: Grounds, evidence: AuditEvidence, named: str) -> None:
+    wanted = {each.name: each for each in grounds.study.workloads}
+    if evidence.level is Level.FULL:
+        wanted |= grounds.held_out
     seen = Counter((m.workload, m.protocol) for m in evidence.measurements)
     for measurement in evidence.measurements:
-        workload = study.workload(measurement.workload)
+        workload = wanted.get(measurement.workload)
         if workload is None:
-            raise ValueError(f"{named} times {measurement.workload}, which is no workload of this study")
+            raise ValueError(
+                f"{named} times {measurement.workload}, which is no workload of this study at that level"
+            )
         stated = (measurement.phase, measurement.weight, measurement.limit)
         if stated != (workload.phase, workload.weight, workload.limit):
             raise ValueError(f"{named} times {workload.name} under other terms: {stated}")
@@ -150,9 +161,9 @@ def _check_measurements(study: Study, evidence: AuditEvidence, named: str) -> No
         if not _is_time(measurement):
             raise ValueError(f"{named} has times of {workload.name} that are not positive, finite numbers")
     if evidence.status is Status.VERIFIED and evidence.level in BRANCH_POINT_LEVELS:
-        for workload in study.workloads:
-            if (workload.name, OBJECTIVE_PROTOCOL) not in seen:
-                raise ValueError(f"{named} is verified with no {OBJECTIVE_PROTOCOL} time of {workload.name}")
+        for name in wanted:
+            if (name, OBJECTIVE_PROTOCOL) not in seen:
+                raise ValueError(f"{named} is verified with no {OBJECTIVE_PROTOCOL} time of {name}")
 
 
 def _is_time(measurement: Measurement) -> bool:
@@ -238,6 +249,14 @@ def violations(session: Session) -> Iterator[str]:
     if len(studies) != 1:
         yield f"a database holds one study, this one holds {len(studies)}"
         return
+    held_out = session.scalars(select(HeldOut)).all()
+    try:
+        kept.check(studies[0].workloads, [each.workload for each in held_out])
+    except ValueError as error:
+        yield str(error)
+    for each in held_out:
+        if each.name != each.workload.name:
+            yield f"the held-out workload {each.workload.name} is named {each.name}"
     yield from _audit_violations(session, studies[0])
     yield from _descent_violations(session, studies[0])
     yield from _opportunity_violations(session)

@@ -11,10 +11,12 @@ from sqlalchemy import Select, String, Table, bindparam, exists, func, literal_c
 from sqlalchemy.orm import Session, aliased
 
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Difference, Level, Status
+from kernelbraid.ir.held_out import shown_reason
 from kernelbraid.ir.invariants import incumbent_hash, require_known
 from kernelbraid.ir.schema import (
     Audit,
     AuditVerdict,
+    HeldOut,
     Implementation,
     LineageDecision,
     Modification,
@@ -339,10 +341,13 @@ def attempts(store: Store, parent: str | None = None) -> list[Attempt]:
 def _telling_audits(session: Session) -> dict[str, tuple[int, Status, str]]:
     """Implementation -> (audit, status, reason) of the first audit that rejected it or else of its latest."""
     rows = session.execute(
-        select(Audit.implementation, Audit.seq, Audit.status, Audit.reason).order_by(Audit.seq)
+        select(Audit.implementation, Audit.seq, Audit.level, Audit.status, Audit.reason).order_by(Audit.seq)
     )
+    held_out = frozenset(session.scalars(select(HeldOut.name)))
+    failed = _failed_requirements(session) if held_out else {}
     telling: dict[str, tuple[int, Status, str]] = {}
-    for sha256, seq, status, reason in rows:
+    for sha256, seq, level, status, told in rows:
+        reason = shown_reason(level, status, told, seq not in failed, held_out)
         if sha256 not in telling or telling[sha256][1] in ACCEPTED:
             telling[sha256] = (seq, status, reason)
     return telling

@@ -32,6 +32,7 @@ from kernelbraid.ir.columns import (
     FLOATS,
     PAIRS,
     TEXTS,
+    WORKLOAD,
     WORKLOADS,
     AnyFloat,
     WideInt,
@@ -46,7 +47,7 @@ from kernelbraid.ir.evidence import (
     Verdict,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x4B424944
 """Written into the header of every study database, so that a foreign SQLite file is recognised."""
 
@@ -157,6 +158,33 @@ class Study(Record):
     def workload(self, name: str) -> Workload | None:
         """The workload of that name, or None."""
         return next((workload for workload in self.workloads if workload.name == name), None)
+
+
+class HeldOut(Record):
+    """A workload that only full audits time and that proposers never see; chosen when the study is made."""
+
+    __tablename__ = "held_out"
+    position: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    workload: Mapped[Workload] = mapped_column(WORKLOAD)
+
+
+class RecordedProposal(Record):
+    """A proposal of another study that this one makes again."""
+
+    __tablename__ = "recorded_proposal"
+    position: Mapped[int] = mapped_column(primary_key=True)
+    sha256: Mapped[str] = mapped_column(unique=True)
+    text: Mapped[str]
+    label: Mapped[str]
+    parents: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    hypothesis: Mapped[str]
+    functions: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    regimes: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    expected_effect: Mapped[str]
+    requirements_at_risk: Mapped[tuple[str, ...]] = mapped_column(TEXTS)
+    falsified_by: Mapped[str]
+    proposer: Mapped[str]
 
 
 class AuditRequest(Record):
@@ -500,6 +528,7 @@ class ProposerAttempt(Record):
 
 ADDED: dict[int, tuple[type[Record], ...]] = {
     2: (AuditInterruption, Prompt, ModelSettings, ModelCall, ModelAnswer, ProposerAttempt),
+    3: (HeldOut, RecordedProposal),
 }
 """Layout -> the tables that it added to the one before."""
 

@@ -51,6 +51,7 @@ from kernelbraid.ir.schema import (
     AuditMeasurement,
     AuditRequest,
     AuditVerdict,
+    HeldOut,
     Implementation,
     Lineage,
     LineageDecision,
@@ -105,13 +106,20 @@ class Store:
         self._database = database
         with self.read() as session:
             study = session.scalars(select(Study)).one_or_none()
+            kept = session.scalars(select(HeldOut).order_by(HeldOut.position)).all()
         if study is None:
             raise ValueError(f"{folder} holds a database without a study: import an export into a new folder")
         self.study = study
+        self.held_out = tuple(each.workload for each in kept)
 
     @classmethod
     def create(
-        cls, folder: Path, study: Study, root: Source, requirements: Iterable[contract.Requirement]
+        cls,
+        folder: Path,
+        study: Study,
+        root: Source,
+        requirements: Iterable[contract.Requirement],
+        held_out: Sequence[contract.Workload] = (),
     ) -> Self:
         """Make a new study folder, whole or not at all, with `root` as its root and incumbent.
 
@@ -120,13 +128,14 @@ class Store:
             study: what it is about; its `root` is set here.
             root: the starting implementation.
             requirements: what audits of this study give verdicts on, usually `contract.requirements`.
+            held_out: workloads that only full audits time, and that proposers never see.
 
         Raises:
             ValueError: the folder is in use, or the study is not complete.
             RuntimeError: the folder cannot be written.
         """
         rows = [Requirement(id=r.id, kind=r.kind, name=r.name, regime=r.regime) for r in requirements]
-        check_study(study, rows)
+        check_study(study, rows, held_out)
         with new_folder(folder) as temporary:
             for name in FOLDERS:
                 (temporary / name).mkdir()
@@ -136,6 +145,9 @@ class Store:
                 with database.transaction() as session:
                     session.add(_implementation(root))
                     session.add_all(rows)
+                    session.add_all(
+                        HeldOut(position=i, name=each.name, workload=each) for i, each in enumerate(held_out)
+                    )
                     session.flush()
                     study.root = root.sha256
                     session.add(study)

@@ -13,10 +13,12 @@ from sqlalchemy.orm import Session
 
 from kernelbraid.ir.evidence import Difference, Environment, Level, Status
 from kernelbraid.ir.files import read_checked
+from kernelbraid.ir.held_out import shown_reason
 from kernelbraid.ir.schema import (
     Audit,
     AuditMeasurement,
     AuditVerdict,
+    HeldOut,
     Implementation,
     Modification,
     ModificationParent,
@@ -131,18 +133,21 @@ def changes(store: Store) -> list[Change]:
 
 
 def findings(store: Store) -> list[Finding]:
-    """Every audit, oldest first."""
+    """Every audit, oldest first, without what proposers may not see of it."""
     columns = (
         *(Audit.seq, Audit.request, Audit.implementation, Audit.incumbent, Audit.level, Audit.status),
         *(Audit.reason, Audit.bits_id, Audit.seconds, Audit.comparable, Audit.recorded),
     )
     with store.read() as session:
+        held_out = frozenset(each.name for each in store.held_out)
         checked = _checked(session)
         failures = _failures(session)
         timings = _timings(session)
         return [
             Finding(
-                *row,
+                *row[:6],
+                shown_reason(row.level, row.status, row.reason, row.seq not in failures, held_out),
+                *row[7:],
                 *checked.get(row.seq, ((), 0, None)),
                 tuple(failures.get(row.seq, ())),
                 tuple(timings.get(row.seq, ())),
@@ -210,6 +215,7 @@ def _timings(session: Session) -> dict[int, list[Timing]]:
     plain = (_measured.audit, _measured.workload, _measured.protocol, _measured.weight, _measured.limit)
     texts = (type_coerce(_measured[name], String) for name in names)
     wanted = select(*plain, _measured.bound_ms, *texts).order_by(_measured.audit, _measured.position)
+    wanted = wanted.where(_measured.workload.not_in(select(HeldOut.name)))
     rows = session.execute(wanted).all()
     # One text for the parser: a call for each of many thousand short lists takes longer than reading them.
     lists = [json.loads(f"[{','.join(row[6 + side] for row in rows)}]") for side in range(len(names))]

@@ -10,6 +10,7 @@ from kernelbraid.ir.schema import (
     Audit,
     AuditMeasurement,
     AuditRequest,
+    HeldOut,
     Implementation,
     Lineage,
     LineageDecision,
@@ -94,7 +95,7 @@ _weighed = (
         _total("root_ms").label("root_ms"),
         _total("incumbent_ms").label("incumbent_ms"),
     )
-    .where(_timings.protocol == OBJECTIVE_PROTOCOL)
+    .where(_timings.protocol == OBJECTIVE_PROTOCOL, _timings.workload.not_in(select(HeldOut.name)))
     .group_by(_timings.audit)
     .having(func.count() == select(func.json_array_length(Study.workloads)).scalar_subquery())
     .subquery()
@@ -112,4 +113,4 @@ OBJECTIVE = _view(
         _weighed.c.incumbent_ms,
     ).join_from(_weighed, Audit, Audit.seq == _weighed.c.audit),
 )
-"""Weighted sum of latencies, one row an audit that timed every workload."""
+"""Weighted sum of latencies over the workloads that are shown, one row an audit that timed them all."""

@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 
 from kernelbraid.models.config import ModelConfig
-from kernelbraid.ops.add_rms_norm.api import add_rms_norm
-from kernelbraid.ops.attention.api import attention, paged_attention
-from kernelbraid.ops.linear.api import linear
-from kernelbraid.ops.moe_experts.api import moe_experts
-from kernelbraid.ops.moe_router.api import moe_router
-from kernelbraid.ops.qk_norm.api import qk_norm
-from kernelbraid.ops.qk_norm_rope_cache.api import qk_norm_rope_cache
-from kernelbraid.ops.rms_norm.api import rms_norm
-from kernelbraid.ops.rope.api import rope
-from kernelbraid.ops.swiglu.api import swiglu
+from kernelbraid.models.operators import UNIFIED, Operators
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From q [T, Hq, D], k and v [T, Hkv, D], neither normed nor rotated, to the output [T, Hq, D]."""
@@ -85,14 +76,20 @@ class Paged:
     max_seqlen_k: int
 
 
-def attend_packed(config: ModelConfig, weights: LayerWeights, tables: RopeTables, batch: Packed) -> Attend:
+def attend_packed(
+    config: ModelConfig,
+    weights: LayerWeights,
+    tables: RopeTables,
+    batch: Packed,
+    operators: Operators = UNIFIED,
+) -> Attend:
     """What a layer of the update does between its projections."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = qk_norm(q, k, weights.q_norm, weights.k_norm, eps=config.eps)
-        q, k = rope(q, k, batch.positions, tables.cos, tables.sin)
-        return attention(q, k, v, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
+            q, k = operators.qk_norm(q, k, weights.q_norm, weights.k_norm, config.eps)
+        q, k = operators.rope(q, k, batch.positions, tables.cos, tables.sin)
+        return operators.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen)
 
     return attend
 
@@ -105,11 +102,12 @@ def attend_paged(
     v_cache: Tensor,
     batch: Paged,
     positions: Tensor,
+    operators: Operators = UNIFIED,
 ) -> Attend:
     """What a layer of the rollout does between its projections: it also writes the cache."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = qk_norm_rope_cache(
+        q = operators.qk_norm_rope_cache(
             *(q, k, v, positions, tables.cos, tables.sin, k_cache, v_cache),
             page_table=batch.page_table,
             cu_seqlens_q=batch.cu_seqlens_q,
@@ -118,7 +116,7 @@ def attend_paged(
             k_weight=weights.k_norm,
             eps=config.eps,
         )
-        return paged_attention(
+        return operators.paged_attention(
             q,
             k_cache,
             v_cache,
@@ -133,7 +131,12 @@ def attend_paged(
 
 
 def layer(
-    config: ModelConfig, weights: LayerWeights, x: Tensor, residual: Tensor | None, attend: Attend
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Tensor,
+    residual: Tensor | None,
+    attend: Attend,
+    operators: Operators = UNIFIED,
 ) -> tuple[Tensor, Tensor]:
     """One decoder layer.
 
@@ -143,6 +146,7 @@ def layer(
         x: [T, hidden], what the layer before adds to the residual; the embeddings for the first one.
         residual: [T, hidden], None for the first layer.
         attend: the middle of the attention, for update or rollout.
+        operators: what computes everything else.
 
     Returns:
         What this layer adds to the residual, and the residual, [T, hidden] each.
@@ -150,27 +154,29 @@ def layer(
     Bits: those of its operators; each row depends on its own token and the keys that it sees.
     """
     if residual is None:
-        normed, residual = rms_norm(x, weights.input_norm, eps=config.eps), x
+        normed, residual = operators.rms_norm(x, weights.input_norm, config.eps), x
     else:
-        normed, residual = add_rms_norm(x, residual, weights.input_norm, eps=config.eps)
-    qkv = linear(normed, weights.qkv, weights.qkv_bias)
+        normed, residual = operators.add_rms_norm(x, residual, weights.input_norm, config.eps)
+    qkv = operators.linear(normed, weights.qkv, weights.qkv_bias)
     q, k, v = _heads(config, qkv)
-    x = linear(attend(q, k, v).reshape(x.shape[0], -1), weights.o)
-    normed, residual = add_rms_norm(x, residual, weights.post_norm, eps=config.eps)
-    return feed_forward(config, weights, normed), residual
+    x = operators.linear(attend(q, k, v).reshape(x.shape[0], -1), weights.o)
+    normed, residual = operators.add_rms_norm(x, residual, weights.post_norm, config.eps)
+    return feed_forward(config, weights, normed, operators), residual
 
 
-def feed_forward(config: ModelConfig, weights: LayerWeights, x: Tensor) -> Tensor:
+def feed_forward(
+    config: ModelConfig, weights: LayerWeights, x: Tensor, operators: Operators = UNIFIED
+) -> Tensor:
     """The dense feed-forward, or that of the experts that the router chooses for each token."""
     if config.experts is None:
         assert weights.gate_up is not None and weights.down is not None
-        return linear(swiglu(linear(x, weights.gate_up)), weights.down)
+        return operators.linear(operators.swiglu(operators.linear(x, weights.gate_up)), weights.down)
     assert weights.router is not None
     assert weights.experts_gate_up is not None and weights.experts_down is not None
-    scores, chosen = moe_router(
-        linear(x, weights.router), top_k=config.experts.top_k, renormalize=config.experts.renormalize
+    scores, chosen = operators.moe_router(
+        operators.linear(x, weights.router), config.experts.top_k, config.experts.renormalize
     )
-    return moe_experts(x, scores, chosen, weights.experts_gate_up, weights.experts_down)
+    return operators.moe_experts(x, scores, chosen, weights.experts_gate_up, weights.experts_down)
 
 
 def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,6 +95,36 @@ def from_state(
     return ModelWeights(table, layers, norm, head)
 
 
+def to_state(config: ModelConfig, weights: ModelWeights) -> dict[str, Tensor]:
+    """The transformers state dict of parameters: what `from_state` reads, as views of them."""
+    widths = [count * config.head_dim for count in (config.query_heads, config.kv_heads, config.kv_heads)]
+    state = {"model.embed_tokens.weight": weights.embedding}
+    for i, each in enumerate(weights.layers):
+        own = f"model.layers.{i}."
+        found = {
+            "input_layernorm.weight": each.input_norm,
+            "self_attn.o_proj.weight": each.o,
+            "post_attention_layernorm.weight": each.post_norm,
+            "self_attn.q_norm.weight": each.q_norm,
+            "self_attn.k_norm.weight": each.k_norm,
+            "mlp.down_proj.weight": each.down,
+            "mlp.gate.weight": each.router,
+            "mlp.experts.gate_up_proj": each.experts_gate_up,
+            "mlp.experts.down_proj": each.experts_down,
+        }
+        for kind, joined in (("weight", each.qkv), ("bias", each.qkv_bias)):
+            if joined is not None:
+                parts = torch.split(joined, widths)
+                found |= {f"self_attn.{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
+        if each.gate_up is not None:
+            gate, up = each.gate_up.chunk(2)
+            found |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+        state |= {f"{own}{name}": tensor for name, tensor in found.items() if tensor is not None}
+    state["model.norm.weight"] = weights.norm
+    state["lm_head.weight"] = weights.head
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
 def drawn(config: ModelConfig, *, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> ModelWeights:
     """Random weights of plausible size: normal by 0.02, output projections smaller, norms near 1."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -6,9 +6,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernelbraid.models.config import ModelConfig
 from kernelbraid.models.layer import (
+    Attend,
     LayerWeights,
     Packed,
     Paged,
@@ -19,9 +21,7 @@ from kernelbraid.models.layer import (
     packed_positions,
     paged_positions,
 )
-from kernelbraid.ops.add_rms_norm.api import add_rms_norm
-from kernelbraid.ops.embedding.api import embedding
-from kernelbraid.ops.logprob.api import head_logits, logprob
+from kernelbraid.models.operators import UNIFIED, Operators
 from kernelbraid.ops.rope.tables import rope_tables
 
 
@@ -73,6 +73,9 @@ class Decoder:
     weights: ModelWeights
     positions: int
     """Positions that the tables cover."""
+    operators: Operators = UNIFIED
+    checkpoint: bool = False
+    """Keep nothing of a layer but its inputs, and compute it again in the backward pass."""
     tables: RopeTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,32 +87,49 @@ class Decoder:
     def hidden(self, ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Last hidden states, normed, of packed sequences: [T, hidden]. Differentiable."""
         batch = Packed(packed_positions(cu_seqlens, len(ids)), cu_seqlens, max_seqlen)
-        attends = [attend_packed(self.config, each, self.tables, batch) for each in self.weights.layers]
+        attends = [
+            attend_packed(self.config, each, self.tables, batch, self.operators)
+            for each in self.weights.layers
+        ]
         return self._through(ids, attends)
 
     def rollout(self, ids: Tensor, cache: Cache, batch: Paged) -> Tensor:
         """Last hidden states, normed, of new tokens, whose keys and values go into the cache: [T, hidden]."""
         positions = paged_positions(batch, len(ids))
         attends = [
-            attend_paged(self.config, each, self.tables, cache.k[i], cache.v[i], batch, positions)
+            attend_paged(
+                *(self.config, each, self.tables, cache.k[i], cache.v[i], batch, positions), self.operators
+            )
             for i, each in enumerate(self.weights.layers)
         ]
         return self._through(ids, attends)
 
-    def _through(self, ids: Tensor, attends: Sequence[object]) -> Tensor:
-        x, residual = embedding(ids, self.weights.embedding), None
+    def _through(self, ids: Tensor, attends: Sequence[Attend]) -> Tensor:
+        ops = self.operators
+        x, residual = ops.embedding(ids, self.weights.embedding), None
         for each, attend in zip(self.weights.layers, attends, strict=True):
-            x, residual = layer(self.config, each, x, residual, attend)  # type: ignore[arg-type]
+            x, residual = self._layer(each, x, residual, attend)
         assert residual is not None
-        normed, _ = add_rms_norm(x, residual, self.weights.norm, eps=self.config.eps)
+        normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, self.config.eps)
         return normed
+
+    def _layer(
+        self, weights: LayerWeights, x: Tensor, residual: Tensor | None, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            return layer(self.config, weights, x, residual, attend, self.operators)
+
+        if not self.checkpoint or not torch.is_grad_enabled():
+            return run(x, residual)
+        found: tuple[Tensor, Tensor] = checkpoint(
+            run, x, residual, use_reentrant=False, preserve_rng_state=False
+        )
+        return found
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probability of one token id after each row, [T] float32. Differentiable."""
-        found = logprob(hidden, self.weights.head, targets, temperature=temperature)
-        assert isinstance(found, Tensor)
-        return found
+        return self.operators.logprob(hidden, self.weights.head, targets, temperature)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token id to sample from, [T, vocab] float32: those of `logprobs`."""
-        return head_logits(hidden, self.weights.head)
+        return self.operators.head_logits(hidden, self.weights.head)

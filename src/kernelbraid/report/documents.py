@@ -1,6 +1,7 @@
 """What the records of a study say, as JSON-able documents."""
 
 import difflib
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from kernelbraid.audit.environment import fingerprint
 from kernelbraid.contract import Contract, KnobValue, Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import AuditEvidence
+from kernelbraid.ir.held_out import shown, shown_checks
 from kernelbraid.ir.store import Store
 from kernelbraid.search import measured
 from kernelbraid.search.proposers import edits
@@ -69,12 +71,35 @@ def implementations(store: Store) -> list[dict[str, Any]]:
     return rows
 
 
+def held_out(study: Study) -> list[dict[str, Any]]:
+    """Each workload that proposers do not see, with the latencies that promoted the best; for people."""
+    standing = study.standings().get(study.incumbent)
+    proof = None if standing is None or standing.full is None else study.whole(standing.full)
+    found = {} if proof is None else {each.workload: each for each in measured.cold(proof)}
+    rows = []
+    for each in study.store.held_out:
+        row: dict[str, Any] = {"workload": each.name, "phase": each.phase, "weight": each.weight}
+        row |= {"limit": each.limit, "root_ms": None, "best_ms": None, "ratio": None}
+        if (timed := found.get(each.name)) is not None:
+            ratio = measured.workload_ratio(timed).ratio
+            root_ms = math.fsum(timed.root_ms) / len(timed.root_ms)
+            row |= {"root_ms": root_ms, "best_ms": root_ms * ratio, "ratio": ratio}
+        rows.append(row)
+    return rows
+
+
 def _unverified(attempt: query.Attempt | None) -> str:
     return "pending" if attempt is None or attempt.status is None else attempt.status.value
 
 
-def implementation(store: Store, contract: Contract, sha256: str) -> dict[str, Any]:
-    """Everything about one implementation: descent, evidence, decisions, source."""
+def implementation(
+    store: Store, contract: Contract, sha256: str, *, held_out: bool = False
+) -> dict[str, Any]:
+    """Everything about one implementation: descent, evidence, decisions, source.
+
+    What proposers may not see is left out, unless `held_out`: then those workloads are marked.
+    """
+    kept = frozenset() if held_out else frozenset(each.name for each in store.held_out)
     source = store.source(sha256)
     full = source.sha256
     lineage = [
@@ -90,7 +115,8 @@ def implementation(store: Store, contract: Contract, sha256: str) -> dict[str, A
         "label": source.label,
         "knobs": knobs(source, contract),
         "lineage": lineage,
-        "evidence": [audit.evidence().to_json() for audit in query.audits(store, full)],
+        "held_out": [each.name for each in store.held_out] if held_out else [],
+        "evidence": [shown(audit.evidence(), kept).to_json() for audit in query.audits(store, full)],
         "decisions": [
             {"decision": each.decision.value, "reason": each.reason, "by": each.decided_by}
             for each in query.lineage_decisions(store, full)
@@ -101,7 +127,7 @@ def implementation(store: Store, contract: Contract, sha256: str) -> dict[str, A
                 "reason": each.reason,
                 "blocked_by": each.blocked_by,
                 "bits_changed": each.bits_changed,
-                "checks": list(each.checks),
+                "checks": list(each.checks) if held_out else shown_checks(each.checks),
             }
             for each in query.promotions(store)
             if each.implementation == full
@@ -132,7 +158,8 @@ def difference(store: Store, contract: Contract, a: str, b: str) -> dict[str, An
 
 def _timed_evidence(store: Store, sha256: str) -> AuditEvidence | None:
     """The latest evidence with latencies, or else the latest."""
-    audits = [audit.evidence() for audit in query.audits(store, sha256)]
+    kept = frozenset(each.name for each in store.held_out)
+    audits = [shown(audit.evidence(), kept) for audit in query.audits(store, sha256)]
     best = [each for each in audits if each.measurements] or audits
     return best[-1] if best else None
 

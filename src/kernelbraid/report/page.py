@@ -9,6 +9,7 @@ from typing import Any
 
 from kernelbraid.ir import query, survey
 from kernelbraid.ir.evidence import ACCEPTED, Level
+from kernelbraid.ir.held_out import shown_checks
 from kernelbraid.ir.schema import LineageDecision, PromotionDecision, Usage
 from kernelbraid.ir.store import Store
 from kernelbraid.ir.survey import Finding, Timing
@@ -338,4 +339,4 @@ def _budgets(store: Store, usage: Sequence[Usage], findings: Sequence[Finding]) 
 def _promotion(each: PromotionDecision, index: Mapping[str, int]) -> Row:
     names = ("granted", "reason", "blocked_by", "bits_changed", "after_audit", "screen_audit", "full_audit")
     return {**{name: getattr(each, name) for name in names}, "node": index[each.implementation],
-            "previous": index[each.previous], "checks": list(each.checks)}  # fmt: skip
+            "previous": index[each.previous], "checks": shown_checks(each.checks)}  # fmt: skip

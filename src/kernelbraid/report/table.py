@@ -1,7 +1,7 @@
 """Tables of the documents that the command line prints with --json."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -83,7 +83,7 @@ def implementation(console: Console, document: Document) -> None:
         descent.add(step["implementation"][:12], step["hypothesis"] or "root")
     descent.show(console)
     for evidence in document["evidence"]:
-        _evidence(console, evidence)
+        _evidence(console, evidence, document["held_out"])
     for promotion in document["promotions"]:
         outcome = "promoted" if promotion["granted"] else f"not promoted ({promotion['blocked_by']})"
         line(console, f"{outcome}: {promotion['reason']}")
@@ -91,7 +91,7 @@ def implementation(console: Console, document: Document) -> None:
         line(console, f"{decision['decision']} (by {decision['by']}): {decision['reason']}")
 
 
-def _evidence(console: Console, evidence: Document) -> None:
+def _evidence(console: Console, evidence: Document, held_out: Collection[str]) -> None:
     compared = sum(verdict["comparisons"] for verdict in evidence["verdicts"])
     title = f"audit {evidence['job']}: {evidence['level']}, {evidence['status']}, {compared:,} compared"
     if evidence["reason"]:
@@ -101,7 +101,8 @@ def _evidence(console: Console, evidence: Document) -> None:
     grid = Grid(f"  {shared}", ("workload", "protocol", "ms", "root ms", "ratio", "limit"))
     for name, each in zip(names, evidence["measurements"], strict=True):
         ours, root = _mean(each["candidate_ms"]), _mean(each["root_ms"])
-        grid.add(name, each["protocol"], ours, root, ours / root, each["limit"])
+        marked = f"{name} (held out)" if each["workload"] in held_out else name
+        grid.add(marked, each["protocol"], ours, root, ours / root, each["limit"])
     if grid.rows:
         grid.show(console)
     for verdict in evidence["verdicts"]:
@@ -284,6 +285,17 @@ def closing(console: Console, summary: Document) -> None:
             "stored in": summary["study"],
         },
     )
+
+
+def held_out(console: Console, rows: Sequence[Document]) -> None:
+    """Workloads that proposers do not see, as the audit that promoted the best measured them."""
+    names, shared = short_names([row["workload"] for row in rows])
+    grid = Grid(
+        f"held out, not shown to proposers  {shared}".rstrip(), ("", "root", "best", "best/root", "limit")
+    )
+    for name, row in zip(names, rows, strict=True):
+        grid.add(name, row["root_ms"], row["best_ms"], row["ratio"], row["limit"])
+    grid.show(console)
 
 
 def _model(model: Document | None) -> Document:

@@ -5,6 +5,7 @@ Every key is known or an error; all errors are reported at once, each under the 
 
 import difflib
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,21 +25,72 @@ Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class Kernels(StrEnum):
+    """What computes rollout and update."""
+
+    UNIFIED = "unified"
+    """Unified operators: the same bits in both."""
+    VENDOR = "vendor"
+    """What torch ships, on the same engine: the arm to compare with."""
+
+
+class Old(StrEnum):
+    """Where old log-probabilities come from."""
+
+    REUSE = "reuse"
+    """The rollout's, where that is valid: `Mode` decides and the spot check tests."""
+    RECOMPUTE = "recompute"
+    """A forward pass of the update before the first step."""
+    BYPASS = "bypass"
+    """The rollout's, whatever they are worth: nothing is decided and nothing tested."""
+    DETACH = "detach"
+    """Those of the present step, without gradient: every ratio is 1, also after the first step."""
+
+
 class Section(BaseModel):
     """A part of a configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class RandomModel(Section):
+    """Sizes of a small Llama whose tokens are the printable characters of ASCII."""
+
+    layers: Positive = 2
+    hidden: Positive = 64
+    intermediate: Positive = 128
+    query_heads: Positive = 2
+    kv_heads: Positive = 1
+    head_dim: Literal[64, 128] = 64
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+
+    @model_validator(mode="after")
+    def _groups(self) -> "RandomModel":
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads must be a multiple of kv_heads {self.kv_heads}, got {self.query_heads}"
+            )
+        return self
+
+
 class ModelSection(Section):
     """The policy."""
 
-    path: str
+    path: str | None = None
     """A folder with safetensors or a GGUF file; relative to the configuration's folder."""
+    random: RandomModel | None = None
+    """A small model drawn at random, in the place of a path."""
+    kernels: Kernels = Kernels.UNIFIED
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     positions: Positive | None = None
     """That the rotary tables cover; by default the model's own limit."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelSection":
+        if (self.path is None) == (self.random is None):
+            raise ValueError("one of path and random must be given")
+        return self
 
     @model_validator(mode="after")
     def _dtype_of_device(self) -> "ModelSection":
@@ -98,6 +150,10 @@ class RolloutSection(Section):
     """Completions of each prompt."""
     cache_tokens: Positive = 1024
     """The longest sequence, prompt and completion, that the cache has pages for."""
+    concurrent: Positive = 64
+    """The most completions that are drawn at a time; the cache has room for all of them at their longest."""
+    step_tokens: Positive = 512
+    """The most tokens of a call of the model: one a running completion, the rest for pieces of prompts."""
     record: tuple[Named, ...] = (Named.WHOLE, Named.PROCESSED)
     """Which log-probabilities; `processed` costs nothing where nothing is cut, penalised or biased."""
 
@@ -109,6 +165,8 @@ class RolloutSection(Section):
 class ReuseSection(Section):
     """Where old log-probabilities come from."""
 
+    old: Old = Old.REUSE
+    """The arm: `mode` and `spot_check` are those of `reuse`."""
     mode: Mode = Mode.AUTO
     logprob: Named = Named.WHOLE
     """Which one the loss names."""
@@ -118,6 +176,8 @@ class ReuseSection(Section):
     def _required_means_stop(self) -> "ReuseSection":
         if self.mode == Mode.REQUIRE and self.spot_check.on_mismatch == OnMismatch.FALL_BACK:
             raise ValueError("spot_check.on_mismatch must be stop where mode is require")
+        if self.old != Old.REUSE and self.mode != Mode.AUTO:
+            raise ValueError(f"mode goes with old reuse alone, not with {self.old.value}")
         return self
 
 
@@ -150,6 +210,8 @@ class UpdateSection(Section):
     """Optimizer steps of an epoch."""
     micro_batch_tokens: Positive = 8192
     """The most tokens of a forward and backward pass; a longer sequence is a pass of its own."""
+    checkpoint_activations: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
     mask_truncated: bool = False
     """Leave completions out of the loss that ended at `max_tokens`."""
 
@@ -171,6 +233,8 @@ class LoggingSection(Section):
     """Rollouts between two rows."""
     completions: Annotated[int, Field(ge=0)] = 1
     """Texts of a rollout that are kept with its row."""
+    tensorboard: bool = False
+    """Scalars for TensorBoard too (extra `tensorboard`)."""
 
 
 class Config(Section):
@@ -256,14 +320,25 @@ def _recorded(config: Config) -> list[str]:
         return ["sampling.temperature: must be above 0, greedy completions have no log-probabilities"]
     if config.reuse.mode != Mode.REQUIRE:
         return []
-    named = config.reuse.logprob
-    needed = named if config.sampling.processed else Named.WHOLE
-    if needed in config.rollout.record:
+    if Named.WHOLE in config.rollout.record:  # where nothing is processed, that is the other one too
         return []
-    return [f"reuse.mode: require needs log-probability {needed.value!r}, add it to rollout.record"]
+    return ["reuse.mode: require needs log-probability 'whole', add it to rollout.record"]
 
 
-_TOGETHER = (_algorithm, _lengths, _recorded)
+def _computable(config: Config) -> list[str]:
+    """What the update cannot compute."""
+    found = []
+    if config.reuse.logprob == Named.PROCESSED and config.sampling.processed:
+        found.append(
+            "reuse.logprob: must be whole where tokens are drawn from a cut, penalised or biased "
+            "distribution: the update computes the whole one's"
+        )
+    if config.model.random is not None and config.task.template != Template.PLAIN:
+        found.append("task.template: must be plain for a random model, which has no chat format")
+    return found
+
+
+_TOGETHER = (_algorithm, _lengths, _recorded, _computable)
 
 
 def read_config(path: str | Path) -> Config:

@@ -19,6 +19,7 @@ from kernelbraid.ir.evidence import ACCEPTED
 from kernelbraid.search import audits, loop
 from kernelbraid.search.measured import cold, log_objective
 from kernelbraid.search.proposers.arms import Arm, proposer_of
+from kernelbraid.search.proposers.replay import Replay, made_from
 from kernelbraid.search.study import Study
 
 CONFIDENCE = 0.95
@@ -42,6 +43,8 @@ class Plan:
     root: Path | Source | None = None
     device: str = "cpu"
     policy: str = "mutual"
+    replay: Path | None = None
+    """A study whose proposals every arm gets, in place of a proposer of its own."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -50,6 +53,9 @@ class Plan:
             raise ValueError("an ablation needs equal budgets: name audits or minutes")
         if len(set(self.arms)) < len(self.arms) or not self.arms:
             raise ValueError(f"arms must be named once each, got {', '.join(self.arms) or 'none'}")
+        if self.replay is not None:
+            for arm in self.arms:
+                Replay(arm)
 
     @property
     def studies(self) -> list[tuple[Arm, int, Path]]:
@@ -80,7 +86,8 @@ def run(
             def told(each: loop.Progress, name: str = name) -> None:
                 progress(name, each)
 
-            ending = loop.run(study, proposer_of(arm, repeat), progress=told, run_job=run_job)
+            proposer = proposer_of(arm, repeat) if plan.replay is None else Replay(arm)
+            ending = loop.run(study, proposer, progress=told, run_job=run_job)
             if ending is loop.Ending.INTERRUPTED:
                 return document(plan) | {"ended": False}
     return document(plan) | {"ended": True}
@@ -88,10 +95,16 @@ def run(
 
 def _study(plan: Plan, repeat: int, folder: Path, create: Callable[..., Study]) -> Study:
     if not folder.exists():
+        replayed: dict[str, Any] = {}
+        root = plan.root
+        if plan.replay is not None:
+            _, root, proposals = made_from(plan.replay)
+            replayed = {"proposer": "replay", "replay": proposals}
         return create(
             folder,
             plan.operator,
-            plan.root,
+            root,
+            **replayed,
             device=plan.device,
             policy=plan.policy,
             minutes=plan.minutes,

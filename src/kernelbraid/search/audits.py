@@ -6,12 +6,12 @@ search finds what it left.
 """
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kernelbraid.audit import jobs
 from kernelbraid.ir import proposing
@@ -19,6 +19,8 @@ from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.search import lineage
 from kernelbraid.search.audit_command import AuditCommand, AuditCommandFailed
+from kernelbraid.search.executors import LOST, QUEUED, Executor
+from kernelbraid.search.executors.local import LocalExecutor
 from kernelbraid.search.measured import aggregate
 from kernelbraid.search.study import Study
 
@@ -28,17 +30,7 @@ WAIT_SECONDS = 2.0
 """Before it is run again; then four times as long."""
 
 
-class RunJob(Protocol):
-    """What runs a job: `jobs.run_job`, an `AuditCommand`, or a stand-in."""
-
-    def __call__(
-        self,
-        job: jobs.AuditJob,
-        results: Path,
-        *,
-        minutes: float | None = None,
-        progress: Callable[[jobs.Event], None] | None = None,
-    ) -> Path: ...
+RunJob = Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +42,39 @@ class Imported:
     """Answers to requests that were answered before; each is recorded once."""
 
 
-def runner(command: str | None) -> RunJob:
-    """Return what runs audits: this machine, or an audit command.
+def runner(command: str | None, executor: str = "local") -> RunJob:
+    """Return what runs audits: this machine, an audit command, or a Ray cluster.
+
+    Args:
+        command: an audit command, or None.
+        executor: `local`, `ray` (the cluster that RAY_ADDRESS names, or one made here) or `ray:ADDRESS`.
 
     Raises:
-        ValueError: the command is no template.
+        ValueError: the command is no template, or there is no such executor.
+        RuntimeError: Ray is not installed, or the cluster cannot be reached.
     """
-    return jobs.run_job if command is None else AuditCommand(command)
+    kind, _, address = executor.partition(":")
+    if kind not in ("local", "ray") or (kind == "local" and address):
+        raise ValueError(f"executor must be local, ray or ray:ADDRESS, got {executor!r}")
+    if command is not None:
+        if kind != "local":
+            raise ValueError("an audit command says itself where audits run: leave out --executor")
+        return AuditCommand(command)
+    if kind == "ray":
+        from kernelbraid.search.executors.cluster import RayExecutor
+
+        return RayExecutor(address or os.environ.get("RAY_ADDRESS"))
+    return LocalExecutor()
 
 
 def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
-    """Return a job that audits the requested implementations beside the root and the present incumbent."""
+    """Return a job that audits the requested implementations beside the root and the present incumbent.
+
+    Full audits time held-out workloads too; in a study that has some, a job is of one level.
+    """
     record, store = study.store.study, study.store
     assert requests
+    full = all(each.level is Level.FULL for each in requests)
     return jobs.AuditJob(
         id=secrets.token_hex(8),
         study=record.name,
@@ -74,7 +86,7 @@ def job_of(study: Study, requests: Sequence[AuditRequest]) -> jobs.AuditJob:
         policy=record.policy,
         dtype=record.dtype,
         constant_axes=record.constant_axes,
-        workloads=record.workloads,
+        workloads=(*record.workloads, *(store.held_out if full else ())),
         root=store.source(record.root),
         incumbent=store.source(study.incumbent),
         candidates=tuple(
@@ -119,11 +131,22 @@ def run(
     jobs.write_job(job, path)
     results = study.folder / "results" / f"{job.id}.jsonl"
     deadline = time.monotonic() + seconds
+
+    def told(event: jobs.Event) -> None:
+        nonlocal deadline
+        if event.stage == QUEUED:
+            study.budget.waited(event.data["seconds"])
+            deadline += event.data["seconds"]
+        elif event.stage == LOST:
+            proposing.record_interruptions(study.store, event.data["requests"], event.data["reason"])
+        if progress is not None:
+            progress(event)
+
     try:
         for run in range(1, RUNS + 1):
             minutes = None if math.isinf(seconds) else max(0.0, deadline - time.monotonic()) / 60
             try:
-                run_job(job, results, minutes=minutes, progress=progress)
+                run_job(job, results, minutes=minutes, progress=told)
                 break
             except AuditCommandFailed as failed:
                 waiting = [each.id for each in requests if each.id not in _answered(results)]
@@ -161,6 +184,8 @@ def export(
     waiting = (study.store.pending() if requests is None else list(requests))[:most]
     if not waiting:
         raise ValueError(f"{study.folder} has no pending audit to export: submit a candidate first")
+    if study.held_out:
+        waiting = [each for each in waiting if each.level is waiting[0].level]
     jobs.write_job(job_of(study, waiting), path)
     return len(waiting)
 

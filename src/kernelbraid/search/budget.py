@@ -32,6 +32,7 @@ class Budget:
         self._clock = clock
         self._purpose: str | None = None
         self._since = 0.0
+        self._free = 0.0
         with store.read() as session:
             sums = session.execute(
                 select(Usage.purpose, func.sum(Usage.wall_seconds)).group_by(Usage.purpose)
@@ -55,14 +56,25 @@ class Budget:
             return
         now = self._clock()
         passed = now - self._since
+        if self._free > 0:
+            free = min(passed, self._free)
+            self._free -= free
+            self._since += free
+            passed -= free
         if passed >= least and passed > 0:
             self._store.record_usage(Usage(purpose=self._purpose, wall_seconds=passed))
             self._recorded[self._purpose] = self._recorded.get(self._purpose, 0.0) + passed
             self._since = now
 
+    def waited(self, seconds: float) -> None:
+        """Leave seconds of waiting for a device out of what is spent: they are written down apart."""
+        self._store.record_usage(Usage(purpose="queue", queue_seconds=seconds))
+        if self._purpose is not None:
+            self._free += seconds
+
     def spent(self, purpose: str) -> float:
         """Seconds spent on a purpose so far."""
-        passing = self._clock() - self._since if purpose == self._purpose else 0.0
+        passing = max(0.0, self._clock() - self._since - self._free) if purpose == self._purpose else 0.0
         return self._recorded.get(purpose, 0.0) + passing
 
     @property

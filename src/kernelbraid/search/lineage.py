@@ -38,24 +38,26 @@ class Rule:
     root_bits: str | None
     incumbent_bits: str | None
     policy: BitPolicy
+    held_out: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, study: Study) -> Self:
         with study.store.read():
             standings, incumbent = study.standings(), study.incumbent
         bits = {sha: standing.evidence.bits_id for sha, standing in standings.items()}
-        return cls(incumbent, bits.get(study.root), bits.get(incumbent), study.policy)
+        return cls(incumbent, bits.get(study.root), bits.get(incumbent), study.policy, study.held_out)
 
-    def judge(self, standing: Standing) -> Decision:
+    def judge(self, study: Study, standing: Standing) -> Decision:
         """Apply the rule to what is known of one implementation."""
         assert standing.screen is not None
         return decide(
             standing.screen,
-            standing.full,
+            None if standing.full is None else study.whole(standing.full),
             incumbent=self.incumbent,
             root_bits=self.root_bits,
             incumbent_bits=self.incumbent_bits,
             policy=self.policy,
+            held_out=self.held_out,
         )
 
 
@@ -67,11 +69,11 @@ def settle(study: Study) -> list[Settled]:
     """
     settled: list[Settled] = []
     for standing in _undecided(study):
-        if standing.full is not None and (decision := Rule.of(study).judge(standing)).granted:
+        if standing.full is not None and (decision := Rule.of(study).judge(study, standing)).granted:
             settled.append(_record(study, standing, decision))
     rule = Rule.of(study)
     for standing in _undecided(study):
-        decision = rule.judge(standing)
+        decision = rule.judge(study, standing)
         if decision.outcome is Outcome.REFUSED:
             settled.append(_record(study, standing, decision))
     return settled
@@ -84,7 +86,7 @@ def awaiting(study: Study) -> list[Standing]:
     incumbent's bits, if there is one: nobody should lose certificates for noise.
     """
     rule = Rule.of(study)
-    waiting = [each for each in _undecided(study) if rule.judge(each).outcome is Outcome.CONFIRM]
+    waiting = [each for each in _undecided(study) if rule.judge(study, each).outcome is Outcome.CONFIRM]
     if not waiting:
         return []
     fastest = min(waiting, key=_objective)
@@ -146,7 +148,7 @@ def _record(study: Study, standing: Standing, decision: Decision) -> Settled:
             full_audit=standing.full.job if standing.full is not None else None,
             granted=decision.granted,
             reason=decision.reason,
-            blocked_by=None if decision.granted else decision.blocking[0],
+            blocked_by=decision.blocked_by,
             checks=[asdict(check) for check in decision.checks],
         )
         if standing.evidence.status in ACCEPTED:

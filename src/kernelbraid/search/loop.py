@@ -9,16 +9,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kernelbraid.audit import jobs
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
+from kernelbraid.ir.held_out import shown
 from kernelbraid.ir.schema import AuditRequest, Usage
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search import audits, lineage, opportunities
 from kernelbraid.search.budget import CLOSING, SEARCH
+from kernelbraid.search.executors import devices_of
 from kernelbraid.search.measured import aggregate, processes, provable
 from kernelbraid.search.proposers import Proposal, Proposer, ProposerSpent
 from kernelbraid.search.standings import Standing
@@ -284,7 +286,8 @@ class _Search:
         """How many candidates the next job may hold: at least one."""
         each, left = self._pace(), self._study.budget.seconds_left
         by_time = left / each if each > 0 else math.inf
-        return int(max(1, min(BATCH, by_time, self._study.budget.audits_left)))
+        most = BATCH * devices_of(self._run_job)
+        return int(max(1, min(most, by_time, self._study.budget.audits_left)))
 
     def _pace(self) -> float:
         """Seconds to allow for a screen: by the last job, or by the stages of recorded audits."""
@@ -312,7 +315,8 @@ class _Search:
 
     def _audit(self, requests: list[AuditRequest], seconds: float) -> bool:
         """Run one job; return whether it gave evidence."""
-        progress, run_job = self._on_event, self._run_job
+        full = bool(self._study.held_out) and all(each.level is Level.FULL for each in requests)
+        progress, run_job = self._on_kept_event if full else self._on_event, self._run_job
         before = self._study.budget.seconds
         found = audits.run(self._study, requests, seconds=seconds, progress=progress, run_job=run_job)
         self._report(found)
@@ -325,6 +329,12 @@ class _Search:
         if self._should_stop():
             raise StopRequested
 
+    def _on_kept_event(self, event: jobs.Event) -> None:
+        """Tell no times: an agent that waits for its audit may read them."""
+        self._on_event(
+            replace(event, message=event.stage if event.stage != "done" else "the full audit ended")
+        )
+
     def _count(self) -> None:
         """What every message tells, counted when it changes: there are many messages an audit."""
         self._audited = self._study.budget.audited
@@ -332,7 +342,7 @@ class _Search:
 
     def _report(self, found: Sequence[AuditEvidence]) -> None:
         self._count()
-        for evidence in found:
+        for evidence in (shown(each, self._study.held_out) for each in found):
             timed = evidence.status in ACCEPTED and processes(evidence) > 0
             self.tell(
                 "audited",

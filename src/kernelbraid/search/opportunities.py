@@ -17,6 +17,8 @@ from kernelbraid.contract import KnobValue
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ir.schema import Opportunity
+from kernelbraid.ops.installed import home
+from kernelbraid.search import sass
 from kernelbraid.search.measured import cold, workload_ratio
 from kernelbraid.search.proposers import edits
 from kernelbraid.search.standings import Standing
@@ -33,6 +35,8 @@ DOMINATES = 0.5
 GAINED = 0.01
 """A move of a knob that lowered the aggregate by this much (natural log) suggests to go on."""
 LOW_OCCUPANCY = 0.25
+NARROW = 0.5
+"""Share of a kernel's loads from global memory that are narrower than 64 bits a thread."""
 THREADS, REGISTERS, SHARED = 2048, 65536, 228 << 10
 """Of a multiprocessor of sm_80 to sm_100: threads, registers, and at most so many bytes of shared memory."""
 
@@ -90,7 +94,7 @@ def _found(study: Study, standings: Mapping[str, Standing]) -> Iterator[Finding]
     always = (study.root, study.incumbent)
     points += [each for each in timed if each.sha256 in always and each not in points]
     for point in points:
-        for analyse in (to_the_bound, dominating_regime, knobs_at_an_edge, compiled_kernels):
+        for analyse in (to_the_bound, dominating_regime, knobs_at_an_edge, compiled_kernels, machine_code):
             yield from analyse(study, point)
     for each in timed:
         yield from held_back_by_limits(study, each)
@@ -227,6 +231,41 @@ def compiled_kernels(study: Study, point: Standing) -> Iterator[Finding]:
                 "threads",
                 (),
             )
+
+
+def machine_code(study: Study, point: Standing) -> Iterator[Finding]:
+    """Kernels whose instructions leave some of the hardware unused; where their code is on this machine."""
+    for kernel in map(CompiledKernel.read, point.evidence.specialisations):
+        if kernel is None:
+            continue
+        digest = kernel.text.rpartition(" ")[2]
+        cubin = sass.cubin_of(home() / "compiled", kernel.name.rpartition(".")[2], digest)
+        if cubin is None:
+            continue
+        try:
+            yield from _of_instructions(point, kernel, sass.mix(cubin))
+        except RuntimeError:
+            return  # no disassembler here
+
+
+def _of_instructions(point: Standing, kernel: "CompiledKernel", mix: sass.Mix) -> Iterator[Finding]:
+    if mix.architecture == "sm_90" and mix.warp_products and not mix.warp_group_products:
+        yield _finding(
+            point,
+            f"warp-group matrix products (wgmma) in {kernel.name}",
+            f"{mix.warp_products} of {mix.total} instructions of {kernel.text} are mma.sync (HMMA), none is "
+            "wgmma (HGMMA), and sm_90 reaches its rate by wgmma alone",
+            (),
+        )
+    if mix.narrow_share >= NARROW:
+        widths = ", ".join(f"{count} of {bits} bits" for bits, count in mix.loads)
+        yield _finding(
+            point,
+            f"wider loads in {kernel.name}",
+            f"{100 * mix.narrow_share:.0f}% of the global loads of {kernel.text} read less than 64 bits a "
+            f"thread: {widths}",
+            (),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,29 @@ incumbent's beyond noise, and no workload exceeds its limit against the root; fi
 search run, then again on that of a full audit with fresh inputs.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Set
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from kernelbraid import ops
 from kernelbraid.audit.environment import fingerprint
-from kernelbraid.audit.timing import GAIN, LEAST_ROUNDS
+from kernelbraid.audit.timing import CONFIDENCE, GAIN, LEAST_ROUNDS
 from kernelbraid.contract import BitPolicy, Source
-from kernelbraid.ir.evidence import AuditEvidence, Certificate, Level, Measurement, Status
+from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Certificate, Level, Measurement, Status
+from kernelbraid.ir.held_out import HELD_OUT, measured, shown
 from kernelbraid.ops import installed
 from kernelbraid.search.measured import aggregate, cold, processes, provable, workload_ratio
 from kernelbraid.search.study import Study
 
 LIMIT_CONFIDENCE = 0.95
-"""One-sided, for a workload's ratio to the root: a limit blocks when even its lower bound exceeds it."""
+"""One-sided, for a workload's ratio to the root: a limit blocks when even its lower bound exceeds it. So too
+for the aggregate of held-out workloads, which must be seen to fall: the judge times until the gain over all
+workloads is proven, and so seldom long enough to prove it over these alone at a promotion's confidence."""
+
+
+KEPT = "held_out: it is no faster, or too slow somewhere, on workloads that proposers do not see"
 
 
 class Outcome(StrEnum):
@@ -59,6 +65,13 @@ class Decision:
         return self.outcome is Outcome.GRANTED
 
     @property
+    def blocked_by(self) -> str | None:
+        """What a refusal rests on: the first check that failed, or `held_out` and no more; or None."""
+        if self.granted or not self.blocking:
+            return None
+        return HELD_OUT if self.blocking[0].startswith(f"{HELD_OUT}/") else self.blocking[0]
+
+    @property
     def blocking(self) -> tuple[str, ...]:
         """Names of the checks that failed."""
         return tuple(check.name for check in self.checks if not check.held)
@@ -75,6 +88,7 @@ def decide(
     root_bits: str | None,
     incumbent_bits: str | None,
     policy: BitPolicy = BitPolicy.MUTUAL,
+    held_out: Set[str] = frozenset(),
 ) -> Decision:
     """Decide on promoting the implementation that `screen` is about.
 
@@ -85,6 +99,8 @@ def decide(
         root_bits: the root's bits id.
         incumbent_bits: the incumbent's bits id.
         policy: whether a bits id other than the root's may win.
+        held_out: names of the workloads that proposers do not see. `full` has their times: over them, too,
+            the aggregate must fall, by its 95% bound, and no limit be exceeded.
 
     Returns:
         REFUSED with the first failed check as the reason, CONFIRM where `full` is still missing, or GRANTED.
@@ -92,17 +108,46 @@ def decide(
     checks = list(_checks(screen, incumbent, root_bits, policy))
     if full is not None and all(check.held for check in checks):
         checks.append(_same_subject(screen, full))
-        checks.extend(_checks(full, incumbent, root_bits, policy))
+        checks.extend(_full_checks(full, incumbent, root_bits, policy, held_out))
     failed = [check for check in checks if not check.held]
     changed = screen.bits_id is not None and screen.bits_id != incumbent_bits
     if failed:
-        return Decision(Outcome.REFUSED, failed[0].detail, tuple(checks), changed)
+        hidden = failed[0].name.startswith(f"{HELD_OUT}/")
+        return Decision(Outcome.REFUSED, KEPT if hidden else failed[0].detail, tuple(checks), changed)
     if full is None:
         return Decision(Outcome.CONFIRM, "holds on the search run; to be confirmed", tuple(checks), changed)
-    reason = f"aggregate latency is {aggregate(full).ratio:.4f} of the incumbent's"
+    reason = f"aggregate latency is {aggregate(shown(full, held_out)).ratio:.4f} of the incumbent's"
     if changed:
         reason += f"; bits changed: {incumbent_bits} -> {screen.bits_id}"
     return Decision(Outcome.GRANTED, reason, tuple(checks), changed)
+
+
+def _full_checks(
+    full: AuditEvidence, incumbent: str, root_bits: str | None, policy: BitPolicy, held_out: Set[str]
+) -> Iterator[Check]:
+    """The conditions on the full audit, first for the workloads that are shown and then for the others."""
+    visible = shown(full, held_out)
+    if not held_out:
+        yield from _checks(full, incumbent, root_bits, policy)
+        return
+    kept = replace(full, measurements=measured(full, held_out))
+    if _stopped_by(full, visible, kept, held_out):
+        detail = f"the full audit ended {full.status}: {full.reason}"
+        yield Check(f"{HELD_OUT}/status", False, None, None, detail)
+        return
+    yield from _checks(visible, incumbent, root_bits, policy)
+    if full.status in ACCEPTED:
+        yield from _speed(kept, HELD_OUT, LIMIT_CONFIDENCE)
+
+
+def _stopped_by(full: AuditEvidence, visible: AuditEvidence, kept: AuditEvidence, held_out: Set[str]) -> bool:
+    """Whether a full audit gave up on the candidate for what it does on held-out workloads alone."""
+    if full.status is not Status.STOPPED:
+        return False
+    if any(name in full.reason for name in held_out):
+        return True
+    timed = min(processes(visible), processes(kept)) > 0
+    return timed and aggregate(visible).ratio < GAIN <= aggregate(kept).ratio
 
 
 def _checks(
@@ -141,15 +186,15 @@ def _correctness(
         yield Check(f"{level}/bits", kept, None, None, detail)
 
 
-def _speed(evidence: AuditEvidence, level: str) -> Iterator[Check]:
+def _speed(evidence: AuditEvidence, level: str, confidence: float = CONFIDENCE) -> Iterator[Check]:
     pairs = processes(evidence)
     detail = f"{pairs} process pairs, at least {LEAST_ROUNDS} needed"
     yield Check(f"{level}/processes", pairs >= LEAST_ROUNDS, pairs, LEAST_ROUNDS, detail)
     if pairs < LEAST_ROUNDS:
         return
-    gain = aggregate(evidence)
+    gain = aggregate(evidence, confidence=confidence)
     detail = f"aggregate ratio {gain.ratio:.4f}, upper bound {gain.upper:.4f}, must lie below {GAIN}"
-    if gain.ratio < GAIN <= gain.upper:
+    if gain.ratio < GAIN <= gain.upper and confidence == CONFIDENCE:
         least = provable(evidence)
         detail += f"; the smallest gain provable here is {100 * (least or 0.0):.1f}%"
     yield Check(f"{level}/aggregate", gain.upper < GAIN, gain.upper, GAIN, detail)
@@ -158,12 +203,12 @@ def _speed(evidence: AuditEvidence, level: str) -> Iterator[Check]:
 
 
 def _limit(measurement: Measurement, level: str) -> Check:
-    measured = workload_ratio(measurement, "root", LIMIT_CONFIDENCE)
-    held = not measured.lower > measurement.limit
-    detail = f"{measurement.workload} at {measured.ratio:.3f} of the root, limit {measurement.limit:g}"
+    found = workload_ratio(measurement, "root", LIMIT_CONFIDENCE)
+    held = not found.lower > measurement.limit
+    detail = f"{measurement.workload} at {found.ratio:.3f} of the root, limit {measurement.limit:g}"
     if not held:
-        detail += f", exceeded even by the lower bound {measured.lower:.3f}"
-    return Check(f"{level}/limit/{measurement.workload}", held, measured.lower, measurement.limit, detail)
+        detail += f", exceeded even by the lower bound {found.lower:.3f}"
+    return Check(f"{level}/limit/{measurement.workload}", held, found.lower, measurement.limit, detail)
 
 
 def _same_subject(screen: AuditEvidence, full: AuditEvidence) -> Check:
@@ -197,8 +242,9 @@ def install(study: Study) -> tuple[Path, Certificate]:
         raise ValueError(
             f"{study.folder} has promoted nothing: search on, or keep the shipped implementation"
         )
-    evidence = study.standings()[winner].full
-    assert evidence is not None and evidence.status is Status.VERIFIED
+    proof = study.standings()[winner].full
+    assert proof is not None and proof.status is Status.VERIFIED
+    evidence = study.whole(proof)
     here = fingerprint(study.store.study.device, rates=False)
     if (evidence.environment.architecture, evidence.environment.device) != (here.architecture, here.device):
         raise ValueError(

@@ -1,21 +1,22 @@
 """A study: one operator, one root, one device, and all that a search for something faster finds out."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
-
-from sqlalchemy import select
 
 import kernelbraid
 from kernelbraid import ops
 from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
-from kernelbraid.ir import proposing, query, schema
+from kernelbraid.ir import proposing, query, replaying, schema, survey
 from kernelbraid.ir.evidence import AuditEvidence, Level
-from kernelbraid.ir.schema import Audit, Lineage, Outcome
+from kernelbraid.ir.held_out import shown
+from kernelbraid.ir.reading import evidence_after
+from kernelbraid.ir.replaying import Recorded
+from kernelbraid.ir.schema import Lineage, Outcome
 from kernelbraid.ir.store import DuplicateSourceError, Store
 from kernelbraid.ops.problem import Operator
 from kernelbraid.search import prompts
@@ -28,7 +29,7 @@ from kernelbraid.search.summary import summary
 DEFAULT_PATIENCE = 40
 """Audits without a promotion after which a search ends: more than the single edits of a usual source, so that
 a branch point can be tried out in full before the search gives up on it."""
-PROPOSERS = ("knobs", "external", "llm")
+PROPOSERS = ("knobs", "external", "llm", "replay")
 DECLARATIONS = ("numerics", "schedule")
 """Functions that every implementation exports beside the operator's entry points."""
 
@@ -51,7 +52,9 @@ class Study:
         self.operator = operator
         self.budget = Budget(store)
         self._audits: dict[str, list[AuditEvidence]] = {}
+        self._whole: dict[str, AuditEvidence] = {}
         self._standings: dict[str, Standing] = {}
+        self._parents: dict[str, tuple[str, ...]] = {}
         self._seen = 0
 
     @classmethod
@@ -63,6 +66,7 @@ class Study:
         *,
         device: str = "cpu",
         workloads: Sequence[Workload] | None = None,
+        held_out: Sequence[Workload] | None = None,
         policy: BitPolicy | str = BitPolicy.MUTUAL,
         minutes: float | None = None,
         audits: int | None = None,
@@ -73,6 +77,7 @@ class Study:
         elsewhere: bool = False,
         proposer_calls: int | None = None,
         llm: LlmSettings | None = None,
+        replay: Sequence[Recorded] = (),
     ) -> Self:
         """Make a new study in `folder`, whole or not at all.
 
@@ -82,16 +87,19 @@ class Study:
             root: the implementation to start from, or its file; by default the shipped one.
             device: `cpu` or `cuda`.
             workloads: what is timed, with weights and limits; by default the operator's grid `study`.
+            held_out: workloads of the same domain that proposers never see and that a promotion needs too; by
+                default the operator's grid `held_out`, and none where it has none.
             policy: `mutual` lets a candidate have bits of its own, `pinned` keeps the root's.
             minutes: time to search, the full audit that closes a search not included; None for no limit.
             audits: candidates to audit; None for no limit.
             patience: audits without a promotion after which the search ends.
-            proposer: `knobs`, `external` where candidates come through `submit`, or `llm`.
+            proposer: `knobs`, `external` where candidates come through `submit`, `llm` or `replay`.
             dtype: one of the contract's; by default its first.
             seed: decides among edits that evidence does not tell apart.
             elsewhere: audits run on another machine: the device need not be here.
             proposer_calls: times that the proposer is asked for candidates; None for no limit.
             llm: the language model of the proposer `llm`.
+            replay: what the proposer `replay` makes again; its root is the one they were made from.
 
         Raises:
             ValueError: an argument is out of its range, or the root is no implementation of the operator.
@@ -106,13 +114,22 @@ class Study:
             raise ValueError(f"proposer must be one of {', '.join(PROPOSERS)}, got {proposer!r}")
         if (proposer == "llm") != (llm is not None):
             raise ValueError("a model's settings go with the proposer llm, and it needs them: give --model")
+        if (proposer == "replay") != bool(replay):
+            raise ValueError(
+                "recorded proposals go with the proposer replay, and it needs them: give --replay"
+            )
         if dtype not in contract.dtypes:
             raise ValueError(f"dtype must be one of {', '.join(contract.dtypes)}, got {dtype!r}")
         if llm is not None:
             llm.require()
         source = _root(operator, device, root)
         check_source(source, operator)
+        kept = operator.grids.get("held_out", ()) if held_out is None else tuple(held_out)
         timed = operator.grids["study"] if workloads is None else tuple(workloads)
+        if workloads is None:
+            timed = tuple(each for each in timed if each not in kept)
+        axes = constant_axes(operator, timed)
+        check_held_out(operator, axes, kept)
         record = schema.Study(
             name=Path(folder).name,
             operator=operator.name,
@@ -120,7 +137,7 @@ class Study:
             contract_hash=contract.hash,
             device=device,
             dtype=dtype,
-            constant_axes=constant_axes(operator, timed),
+            constant_axes=axes,
             workloads=timed,
             policy=_policy(policy),
             proposer=proposer,
@@ -133,9 +150,11 @@ class Study:
             proposer_calls=proposer_calls,
             arm="no-evidence" if llm is not None and llm.evidence == "none" else "full",
         )
-        store = Store.create(Path(folder), record, source, contract.requirements)
+        store = Store.create(Path(folder), record, source, contract.requirements, kept)
         if llm is not None:
             proposing.record_settings(store, llm.to_json(), prompts.shipped())
+        if replay:
+            replaying.record(store, replay)
         return cls(store, operator)
 
     @classmethod
@@ -175,6 +194,16 @@ class Study:
         return self.store.study.workloads
 
     @property
+    def held_out(self) -> frozenset[str]:
+        """Names of the workloads that proposers never see."""
+        return frozenset(each.name for each in self.store.held_out)
+
+    def whole(self, evidence: AuditEvidence) -> AuditEvidence:
+        """Return a full audit's evidence with what `standings` leaves out; for promotion and certificates."""
+        self.standings()
+        return self._whole.get(evidence.job, evidence)
+
+    @property
     def policy(self) -> BitPolicy:
         return self.store.study.policy
 
@@ -187,20 +216,27 @@ class Study:
         return query.incumbent(self.store).sha256
 
     def standings(self) -> dict[str, Standing]:
-        """Return where each audited implementation stands, in the order of their first audits."""
+        """Return where each audited implementation stands, in the order of their first audits.
+
+        The evidence is what proposers may read: without held-out workloads.
+        """
+        held_out = self.held_out
         with self.store.read() as session:
-            new = session.scalars(select(Audit).where(Audit.seq > self._seen).order_by(Audit.seq)).all()
-            for audit in new:
-                self._audits.setdefault(audit.implementation, []).append(audit.evidence())
-        for sha256 in {audit.implementation for audit in new}:
+            new = evidence_after(session, self._seen)
+            for _, found in new:
+                if held_out and found.level is Level.FULL:
+                    self._whole[found.job] = found
+                self._audits.setdefault(found.implementation, []).append(shown(found, held_out))
+        for sha256 in {found.implementation for _, found in new}:
             self._standings[sha256] = standing(self._audits[sha256], len(self.workloads))
-        self._seen = max((audit.seq for audit in new), default=self._seen)
+        self._seen = max((seq for seq, _ in new), default=self._seen)
         return {sha256: self._standings[sha256] for sha256 in self._audits}
 
     def parents(self, sha256: str) -> tuple[str, ...]:
         """Return the parents of an implementation; the root has none."""
-        modification = query.modification(self.store, sha256)
-        return () if modification is None else modification.parents
+        if sha256 not in self._parents and sha256 != self.root:
+            self._parents = {each.child: each.parents for each in survey.changes(self.store)}
+        return self._parents.get(sha256, ())
 
     def admit(self, proposal: Proposal) -> str:
         """Record a proposal as an implementation and request its audit.
@@ -325,6 +361,38 @@ def constant_axes(operator: Operator, workloads: Sequence[Workload]) -> tuple[di
         if axes not in found:
             found.append(axes)
     return tuple(found)
+
+
+def check_held_out(
+    operator: Operator, shown_axes: Sequence[Mapping[str, int]], held_out: Sequence[Workload]
+) -> None:
+    """Raise ValueError unless held-out workloads are of the same declared domain as those that are shown."""
+    for axes in constant_axes(operator, held_out):
+        if axes not in shown_axes:
+            named = ", ".join(f"{name}={value}" for name, value in axes.items())
+            raise ValueError(
+                f"held_out must have constant axes that the study's workloads have, got {named}: the bits id "
+                "and the checks of a screen cover no others"
+            )
+
+
+def chosen_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload, ...]:
+    """Return workloads by the names of theirs, or of the operator's grids, each once.
+
+    Raises:
+        ValueError: there is no such grid or workload.
+    """
+    found: dict[str, Workload] = {}
+    for name in names:
+        known = {each.name: each for grid in operator.grids.values() for each in grid}
+        picked = operator.grids.get(name) or ((known[name],) if name in known else None)
+        if picked is None:
+            raise ValueError(
+                f"held_out names {name}, which is neither a grid of {operator.name} "
+                f"({', '.join(operator.grids)}) nor a workload of one"
+            )
+        found |= {each.name: each for each in picked}
+    return tuple(found.values())
 
 
 def _root(operator: Operator, device: str, root: Source | Path | None) -> Source:

@@ -51,6 +51,7 @@ def summary(study: "Study") -> dict[str, Any]:
             "bits": _bits(study, root, best),
             "objective": _objective(proof, own=best == root),
             "workloads": [_workload_row(each, proof) for each in study.workloads],
+            "held_out": len(study.held_out),
             "regimes": _regimes(study.workloads, proof),
             "smallest_gain": _smallest_gain(list(standings.values())),
             "stage_seconds": query.stage_seconds(study.store),

@@ -13,6 +13,7 @@ from kernelbraid.search.proposers import Proposer
 from kernelbraid.search.proposers.external import External
 from kernelbraid.search.proposers.knobs import KnobProposer
 from kernelbraid.search.proposers.llm_settings import LlmSettings
+from kernelbraid.search.proposers.replay import Replay
 from kernelbraid.search.study import Study
 
 
@@ -23,6 +24,8 @@ def proposer_of(study: Study) -> Proposer:
         from kernelbraid.search.proposers.llm import LlmProposer
 
         return LlmProposer.of(study)
+    if record.proposer == "replay":
+        return Replay()
     return External() if record.proposer == "external" else KnobProposer(record.seed)
 
 

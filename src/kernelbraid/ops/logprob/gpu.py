@@ -138,7 +138,8 @@ def logprob_backward(
     (tokens, width), vocabulary = x.shape, weight.shape[0]
     plan = chosen(max(tokens, FEW_TOKENS + 1), vocabulary)
     padded, stages = triton.cdiv(vocabulary, BLOCK) * BLOCK, plan["stages"]
-    depth, across = (plan["depth"], 128) if wide(x, weight) else (32, 64)
+    narrow = min(64, max(16, triton.next_power_of_2(width)))
+    depth, across = (plan["depth"], 128) if wide(x, weight) else (32, narrow)
     g = torch.empty(min(plan["piece"], tokens), padded, dtype=x.dtype, device=x.device)
     dentropy, entropy = (dlogprob, lse) if dentropy is None else (dentropy, entropy)
     has_entropy = dentropy is not dlogprob

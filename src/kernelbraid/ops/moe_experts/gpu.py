@@ -210,7 +210,7 @@ def multiply(
         *(product_kernel, tiles * triton.cdiv(columns, width), plan["warps"]),
         *(rows, order, starts, matrices, out, rows.stride(0), matrices.stride(0), matrices.stride(1)),
         *(count, triton.next_power_of_2(count), top_k, columns, depth, gather, scatter, gated, transposed),
-        *(plan["rows"] < SWAPPED_BELOW, plan["rows"], width, plan["depth"]),
+        *(plan["rows"] < SWAPPED_BELOW, plan["rows"], width, plan["depth"] if columns > 16 else 32),
         num_stages=plan["stages"],
     )
 

@@ -16,6 +16,7 @@ from kernelbraid.audit import jobs
 from kernelbraid.contract import Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
+from kernelbraid.ir.held_out import shown, shown_checks
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
 from kernelbraid.ir.store import StudyBusyError
 from kernelbraid.search import audits, loop, merging
@@ -152,7 +153,9 @@ def evidence_of(study: Study, sha256: str) -> dict[str, Any]:
         return {
             "implementation": implementation.sha256,
             "verified": query.is_verified(study.store, implementation.sha256),
-            "audits": [_audit(each.evidence(study.store.log(each.request))) for each in found],
+            "audits": [
+                _audit(shown(each.evidence(study.store.log(each.request)), study.held_out)) for each in found
+            ],
             "promotions": [_promotion(each) for each in decisions],
             "lineage": [
                 {"decision": each.decision.value, "reason": each.reason, "by": each.decided_by}
@@ -366,5 +369,5 @@ def _promotion(decision: PromotionDecision) -> dict[str, Any]:
         "blocked_by": decision.blocked_by,
         "previous": decision.previous,
         "bits_changed": decision.bits_changed,
-        "checks": list(decision.checks),
+        "checks": shown_checks(decision.checks),
     }

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from kernelbraid.contract import BitPolicy, Contract, KnobKind, KnobValue, Source
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import Status
+from kernelbraid.ir.files import read_checked
 from kernelbraid.ir.schema import Opportunity, Outcome
+from kernelbraid.ir.store import source_path
 from kernelbraid.search.proposers import Proposal, edits
 from kernelbraid.search.proposers.edits import DeclaredKnob, Edits
 from kernelbraid.search.proposers.effects import Effects, Estimate, Point
+from kernelbraid.search.proposers.templates import Templates
 from kernelbraid.search.study import Study
 
 STEP = 0.003
@@ -42,9 +45,9 @@ class Declared:
     skeleton: str
 
     @classmethod
-    def of(cls, source: Source, contract: Contract) -> "Declared":
-        knobs = edits.declared(source, contract)
-        return cls(knobs, edits.values(knobs), edits.skeleton(source, contract))
+    def of(cls, source: Source, contract: Contract, templates: Templates) -> "Declared":
+        knobs, skeleton = templates.read(source, contract)
+        return cls(knobs, edits.values(knobs), skeleton)
 
     @property
     def key(self) -> tuple[str, frozenset[tuple[str, KnobValue]]]:
@@ -198,6 +201,7 @@ class KnobProposer:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._declared: dict[str, Declared] = {}
+        self._templates = Templates()
 
     def observe(self, study: Study) -> None:
         """Write the branch point's untried edits as opportunities; close those that evidence took away."""
@@ -240,7 +244,8 @@ class KnobProposer:
 
     def _read(self, study: Study, sha: str) -> Declared:
         if sha not in self._declared:
-            self._declared[sha] = Declared.of(study.store.source(sha), study.contract)
+            text = read_checked(source_path(study.folder, sha), sha).decode()
+            self._declared[sha] = Declared.of(Source(text), study.contract, self._templates)
         return self._declared[sha]
 
     def _open(self, study: Study, evidence: _Evidence) -> Iterator[tuple[Opportunity, Point, Edits]]:

@@ -11,6 +11,7 @@ from pydantic_ai import ModelRetry
 
 from kernelbraid.contract import Source
 from kernelbraid.ir import query
+from kernelbraid.ir.held_out import shown
 from kernelbraid.ir.store import DuplicateSourceError
 from kernelbraid.search.proposers import Proposal, external
 from kernelbraid.search.study import Study, check_source
@@ -124,7 +125,9 @@ class Tools:
             implementation: its hash or the first digits.
         """
         sha256 = _known(self._study, implementation)
-        logs = (self._study.store.log(each.request) for each in query.audits(self._study.store, sha256))
+        kept = self._study.held_out
+        found = query.audits(self._study.store, sha256)
+        logs = (shown(each.evidence(self._study.store.log(each.request)), kept).output for each in found)
         return "\n".join(logs)[-MOST_TEXT:] or "nothing was printed"
 
     # Writing
