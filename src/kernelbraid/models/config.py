@@ -136,6 +136,30 @@ NAMED: Mapping[str, ModelConfig] = {
 }
 """Models by name: sizes of the published ones, and a small mixture of experts."""
 
+LARGER: Mapping[str, ModelConfig] = {
+    "Qwen3-1.7B": ModelConfig(
+        151936, 2048, 6144, 28, 16, 8, 128, 1e6, max_positions=40960, qk_norm=True, tied=True
+    ),
+    "Qwen3-4B": ModelConfig(
+        151936, 2560, 9728, 36, 32, 8, 128, 1e6, max_positions=40960, qk_norm=True, tied=True
+    ),
+    "Qwen3-14B": ModelConfig(151936, 5120, 17408, 40, 40, 8, 128, 1e6, max_positions=40960, qk_norm=True),
+    "Qwen3-32B": ModelConfig(151936, 5120, 25600, 64, 64, 8, 128, 1e6, max_positions=40960, qk_norm=True),
+    "Qwen3-30B-A3B": ModelConfig(
+        *(151936, 2048, 6144, 48, 32, 4, 128, 1e6),
+        max_positions=40960,
+        qk_norm=True,
+        experts=Experts(count=128, top_k=8, intermediate=768, renormalize=True),
+    ),
+    "Qwen2.5-7B": ModelConfig(152064, 3584, 18944, 28, 28, 4, 128, 1e6, max_positions=131072, qkv_bias=True),
+    "Llama-3.1-8B": ModelConfig(
+        *(128256, 4096, 14336, 32, 32, 8, 128, 500000.0),
+        *(Llama3Scaling(8.0, 1.0, 4.0, 8192), 1e-5),
+        max_positions=131072,
+    ),
+}
+"""More published models, which relations are not checked on: their layers are measured (`profile`)."""
+
 
 def named(name: str) -> ModelConfig:
     """Return a model's configuration by name.
@@ -143,6 +167,7 @@ def named(name: str) -> ModelConfig:
     Raises:
         ValueError: there is none of that name; the message lists those that exist.
     """
-    if name not in NAMED:
-        raise ValueError(f"unknown model {name!r}; models are {', '.join(NAMED)}")
-    return NAMED[name]
+    known = {**NAMED, **LARGER}
+    if name not in known:
+        raise ValueError(f"unknown model {name!r}; models are {', '.join(known)}")
+    return known[name]

@@ -229,6 +229,22 @@ def shape(workload: Document) -> str:
     return f"{workload['phase']} {' '.join(parts)}"
 
 
+def profile(console: Console, document: Document) -> None:
+    title = f"{document['model']} on {document['device']}: one layer, ms a call"
+    grid = Grid(title, ("phase", "calls a step", "unified", "vendor", "vendor/unified"))
+    for name, phase in document["phases"].items():
+        grid.add(name, phase["calls"], phase["ms"]["unified"], phase["ms"]["vendor"], phase["ratio"])
+    grid.show(console)
+    seconds = {f"seconds of {document['layers']} layers, {arm}": v for arm, v in document["seconds"].items()}
+    names = {
+        "recompute_share": "share of the recompute",
+        "ceiling": "ceiling of reuse alone",
+        "speedup": "speedup of unified kernels with reuse",
+        "to_ceiling": "speedup over the ceiling",
+    }
+    facts(console, "", seconds | {words: document[name] for name, words in names.items()})
+
+
 def selftest(console: Console, document: Document) -> None:
     grid = Grid("", ("fixture", "kind", "expected", "observed", "promoted"))
     for each in document["fixtures"]:
