@@ -1,6 +1,7 @@
 """Benchmark documents: what a file keeps, and when a check may be taken from a certificate."""
 
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,12 +82,12 @@ def test_rows_are_written_as_they_come_and_not_measured_again(
     operator, wanted = ops.get("attention"), []
     count = len(operator.grids["cpu-decode"])
 
-    def rows(run: SideBySide, workloads: list[Any], protocol: str, tell: object) -> Any:
-        for workload in workloads:
+    def rows(run: SideBySide, workloads: list[Any], protocols: tuple[Any, ...], tell: object) -> Any:
+        for protocol, workload in product(protocols, workloads):
             wanted.append((workload.name, protocol))
             if len(wanted) == count + 3:
                 raise KeyboardInterrupt
-            yield Row(workload, "warm" if protocol == "warm" else "cold", {bench.OURS: 1.0}, {}, 0.1)
+            yield Row(workload, protocol, {bench.OURS: 1.0}, {}, 0.1)
 
     monkeypatch.setattr(SideBySide, "rows", rows)
     monkeypatch.setattr(bench, "_screened", lambda run, workloads: True)

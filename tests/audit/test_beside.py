@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SideBySide:
 
 
 def test_a_peer_that_fails_is_left_out_and_told(run: SideBySide) -> None:
-    (row,) = run.rows([toy.workload("decode", 8, 100)], "warm")
+    (row,) = run.rows([toy.workload("decode", 8, 100)], ("warm",))
     assert set(row.ms) == {"ours", "good"} and min(row.ms.values()) > 0
     (place,) = run.left_out
     assert place.startswith("bad (width ") and "no library" in run.left_out[place]
@@ -58,7 +58,12 @@ def test_a_peer_that_fails_for_some_axes_is_measured_for_others(
     )
     monkeypatch.setattr(run, "_peer_file", Source(picky))
     narrow, wide = (toy.workload("decode", 8, 100, width=width) for width in (4, 8))
-    found = {row.workload: set(row.ms) for row in run.rows([wide, narrow, narrow], "warm")}
+    rows = list(run.rows([wide, narrow, narrow], ("warm", "cold")))
+    assert [(row.workload, row.protocol) for row in rows] == [
+        *((wide, "warm"), (wide, "cold")),
+        *((narrow, protocol) for protocol in ("warm", "warm", "cold", "cold")),
+    ]
+    found = {row.workload: set(row.ms) for row in rows}
     assert found == {narrow: {"ours", "good", "bad"}, wide: {"ours", "good"}}
     assert list(run.left_out) == ["bad (width 8)"]
 
@@ -68,4 +73,4 @@ def test_a_source_that_fails_ends_the_run(run: SideBySide) -> None:
         "calls.append(1)\nif len(calls) > 4: raise KeyError('lost')", top="calls = []"
     )
     with pytest.raises(ContenderFailure, match=r"ours: .*lost"):
-        list(run.rows([toy.workload("decode", 8, 100)], "cold"))
+        list(run.rows([toy.workload("decode", 8, 100)], ("cold",)))

@@ -91,9 +91,9 @@ def test_cold_sweeps_before_every_batch_and_warm_never(
     started: list[Worker], tmp_path: Path, programs: tuple[TimedProgram, ...]
 ) -> None:
     for protocol, times in (("cold", 4), ("warm", 0)):
-        with rounds(
-            started, tmp_path, [contender("root", toy.root(), programs)], protocol=protocol
-        ) as timing:
+        for program in programs:
+            program.protocol = protocol  # type: ignore[assignment]
+        with rounds(started, tmp_path, [contender("root", toy.root(), programs)]) as timing:
             timing.measure()
             assert timing._sweep.times == times  # type: ignore[attr-defined]
 

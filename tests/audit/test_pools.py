@@ -95,3 +95,31 @@ def test_digests_are_of_bits() -> None:
     zero, negative = np.zeros(3, np.float32), -np.zeros(3, np.float32)
     assert digest([zero]) == digest([zero.copy()])
     assert digest([zero]) != digest([negative])
+
+
+def test_digests_see_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "DIGESTED", 64)
+    arrays = [np.arange(100, dtype=np.int32), np.zeros(0, np.float32), np.ones(3, np.float64)]
+    whole = pools.digest(arrays)
+    assert pools.digest([each.copy() for each in arrays]) == whole
+    for array in (arrays[0], arrays[2]):
+        for place in range(array.size):
+            array[place] += 1
+            assert pools.digest(arrays) != whole
+            array[place] -= 1
+    assert pools.digest(arrays) == whole
+    assert pools.digest(arrays[:1]) != whole != pools.digest(arrays[::-1])
+
+
+@pytest.mark.parametrize(
+    ("calls", "repeats", "inside"),
+    [(1, 2048, 256), (1, 64 * 31, 248), (1, 7, 7), (300, 4, 1), (100, 6, 2), (0, 3, 3)],
+)
+def test_a_graph_holds_a_part_of_the_repeats(calls: int, repeats: int, inside: int) -> None:
+    from kernelbraid.audit.device_worker import repeats_of_a_graph
+
+    assert repeats_of_a_graph(calls, repeats) == inside and repeats % inside == 0
+
+
+def test_a_gpu_makes_whole_graphs_of_calls() -> None:
+    assert [calls_of(s, "cuda") for s in (1.0, 0.001, 1e-4, 6e-6, 1e-9)] == [1, 20, 256, 2048, 2048]

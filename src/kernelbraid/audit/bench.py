@@ -94,14 +94,16 @@ def bench(
                     continue
                 reason = f"one call takes at least {least:.1f} s on this machine"
                 skipped.append({"grid": name, "workload": workload.flat(), "reason": reason})
-            left = {
-                p: [each for each in short if _named(name, each.flat(), p) not in done] for p in protocols
-            }
-            if not certified and any(left.values()):
+            left: dict[tuple[Protocol, ...], list[Workload]] = {}
+            for each in short:
+                missing = tuple(p for p in protocols if _named(name, each.flat(), p) not in done)
+                left.setdefault(missing, []).append(each)
+            left.pop((), None)
+            if left and not certified:
                 progress(f"grid {name}: checking")
-            verified = certified or (any(left.values()) and _screened(run, short))
-            for protocol in protocols:
-                for row in run.rows(left[protocol], protocol, progress):
+            verified = certified or (bool(left) and _screened(run, short))
+            for missing, those in left.items():
+                for row in run.rows(those, missing, progress):
                     rows.append(_document(name, row, source.sha256, verified))
                     if folder is not None:
                         write(document, folder)

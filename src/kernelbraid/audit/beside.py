@@ -91,7 +91,10 @@ class SideBySide:
         )
 
     def rows(
-        self, workloads: Sequence[Workload], protocol: Protocol, tell: Callable[[str], None] = lambda _: None
+        self,
+        workloads: Sequence[Workload],
+        protocols: Sequence[Protocol],
+        tell: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Row]:
         """Measure workloads, several by the same processes where their inputs fit into memory together.
 
@@ -101,13 +104,14 @@ class SideBySide:
             ContenderFailure: a source's process failed.
             WorkerFailure: another process gave other bits.
         """
-        waiting = list(self._groups(workloads))
+        waiting = list(self._groups(workloads, len(protocols)))
         while waiting:
             group = waiting.pop(0)
             phases = Counter(each.phase for each in group)
-            tell(f"measuring {protocol}: {', '.join(f'{count} {phase}' for phase, count in phases.items())}")
+            counts = ", ".join(f"{count} {phase}" for phase, count in phases.items())
+            tell(f"measuring {' and '.join(protocols)}: {counts}")
             try:
-                yield from self._measure(group, protocol)
+                yield from self._measure(group, protocols)
             except ContenderFailure as failed:
                 if failed.name in self.sources:
                     raise
@@ -125,30 +129,31 @@ class SideBySide:
             self.left_out[self._place(peer, group[0])] = failed.failure.reason
         return tuple(tuple(each) for each in apart.values())
 
-    def _measure(self, workloads: Sequence[Workload], protocol: Protocol) -> Iterator[Row]:
+    def _measure(self, workloads: Sequence[Workload], protocols: Sequence[Protocol]) -> Iterator[Row]:
+        """Both protocols by the same processes: their first calls, which compile and plan, are made once."""
         seconds = self._estimate(workloads)
         ours, theirs = (
-            timed_programs(
-                self.operator, workloads, self.machine, seconds, protocol=protocol, contiguous=contiguous
+            tuple(
+                program
+                for protocol in protocols
+                for program in timed_programs(
+                    self.operator, workloads, self.machine, seconds, protocol=protocol, contiguous=contiguous
+                )
             )
             for contiguous in (False, True)
         )
-        measured = self._rounds(workloads[0], ours, theirs, protocol)
+        measured = self._rounds(workloads[0], ours, theirs)
         if self.confirm is not None:
             with self.worker(self.sources[self.confirm]) as twin:
                 twin.build()
                 repeat_by_twin(twin, [block for each in measured for block in each.blocks])
-        for index, workload in enumerate(workloads):
+        for index, program in enumerate(ours):
             means = {name: tuple(r.ms[name][index] for r in measured) for name in measured[0].ms}
             ms = {name: statistics.median(values) for name, values in means.items()}
-            yield Row(workload, protocol, ms, means, ours[index].bound_ms)
+            yield Row(program.workload, program.protocol, ms, means, program.bound_ms)
 
     def _rounds(
-        self,
-        workload: Workload,
-        ours: tuple[TimedProgram, ...],
-        theirs: tuple[TimedProgram, ...],
-        protocol: Protocol,
+        self, workload: Workload, ours: tuple[TimedProgram, ...], theirs: tuple[TimedProgram, ...]
     ) -> list[Round]:
         """Rounds of the sources and of the peers of such a workload."""
         contenders = [
@@ -158,7 +163,7 @@ class SideBySide:
         for peer in self._peers(workload):
             contenders.append(Contender(peer.name, self._peer_file, {"peer": peer.entry_point}, theirs))
         ahead = PROCESSES if self.operator.backend == "cuda" else 1
-        with Rounds(contenders, self._start, self._sweep, protocol, ahead=ahead) as rounds:
+        with Rounds(contenders, self._start, self._sweep, ahead=ahead) as rounds:
             return [rounds.measure() for _ in range(PROCESSES)]
 
     def _start(self, contender: Contender) -> Worker:
@@ -175,12 +180,13 @@ class SideBySide:
                 found[workload] = call_seconds(worker, program)
         return found.__getitem__
 
-    def _groups(self, workloads: Sequence[Workload]) -> Iterator[tuple[Workload, ...]]:
+    def _groups(self, workloads: Sequence[Workload], protocols: int) -> Iterator[tuple[Workload, ...]]:
         """Consecutive workloads with the same peers whose inputs, in both forms, fit into memory together."""
         members: list[Workload] = []
         held = 0.0
         for workload in workloads:
-            size = 2 * max(self.operator.cost(workload).bytes, COLD_CACHES * self.machine.cache_bytes)
+            size = max(self.operator.cost(workload).bytes, COLD_CACHES * self.machine.cache_bytes)
+            size *= 2 * protocols
             full = held + size > GROUP_BYTES[self.operator.backend]
             other = bool(members) and self._peers(workload) != self._peers(members[0])
             if members and (full or other or len(members) == GROUP_MOST):

@@ -35,6 +35,8 @@ Message = dict[str, Any]
 
 SHARE_OF_MEMORY = 0.5
 """Share of the device's memory that torch may allocate here."""
+GRAPH_CALLS = 256
+"""Calls of one graph where a batch repeats them: capturing thousands takes longer than making them."""
 
 
 class OpenedMemory:
@@ -72,22 +74,33 @@ class DeviceSlot(worker_file.Slot):
     """A loaded program whose calls may be captured in a graph."""
 
     graph: torch.cuda.CUDAGraph | None = None
+    replays: int = 1
+    """Of the graph, one right after the other, in a batch."""
     captured: tuple[int, int, int] = (0, 0, 0)
-    """First call, number of calls and repeats that the graph holds."""
+    """First call, number of calls and repeats that all replays make."""
 
     def run(self, first: int, count: int, repeats: int, clock: Callable[[], float]) -> float:
         if self.graph is None or (first, count, repeats) != self.captured:
             return super().run(first, count, repeats, clock)
         start = clock()
-        self.graph.replay()
+        for _ in range(self.replays):
+            self.graph.replay()
         return clock() - start
 
     def capture(self, repeats: int) -> None:
-        """Capture all calls, `repeats` times over; they were made before, so that everything is compiled."""
+        """Capture all calls, for `repeats` times over; all were made before, so that all is compiled."""
+        inside = repeats_of_a_graph(len(self.calls), repeats)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            super().run(0, len(self.calls), repeats, _no_clock)
-        self.graph, self.captured = graph, (0, len(self.calls), repeats)
+            super().run(0, len(self.calls), inside, _no_clock)
+        self.graph, self.replays = graph, repeats // inside
+        self.captured = (0, len(self.calls), repeats)
+
+
+def repeats_of_a_graph(calls: int, repeats: int) -> int:
+    """Return the largest divisor of `repeats` with at most `GRAPH_CALLS` calls, at least 1."""
+    most = max(1, min(repeats, GRAPH_CALLS // max(1, calls)))
+    return next(inside for inside in range(most, 0, -1) if repeats % inside == 0)
 
 
 def _no_clock() -> float:

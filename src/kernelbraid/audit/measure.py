@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from kernelbraid.audit.pools import Protocol, TimedProgram, digest
+from kernelbraid.audit.pools import TimedProgram, digest
 from kernelbraid.audit.process import LoadedProgram, Worker, WorkerFailure
 from kernelbraid.contract import Source
 from kernelbraid.ir.evidence import Status
@@ -142,8 +142,7 @@ class Rounds:
     Args:
         contenders: the first one is the root, by whose batches the others are found too slow.
         start: starts a worker of a contender.
-        sweep: empties the caches; called before every batch of the `cold` protocol.
-        protocol: `cold` or `warm`.
+        sweep: empties the caches; called before every batch of a program of the `cold` protocol.
         too_slow: a workload of which every batch takes this many times the root's ends the timing.
         ahead: rounds whose processes are started together, where starting one takes long.
 
@@ -155,14 +154,12 @@ class Rounds:
         contenders: Sequence[Contender],
         start: Callable[[Contender], Worker],
         sweep: Callable[[], None],
-        protocol: Protocol = "cold",
         too_slow: float = math.inf,
         ahead: int = 1,
     ) -> None:
         self._contenders = tuple(contenders)
         self._start = start
         self._sweep = sweep
-        self._protocol = protocol
         self._too_slow = too_slow
         self._rng = np.random.default_rng(secrets.randbits(64))
         self._ahead = ahead
@@ -275,13 +272,13 @@ class Rounds:
                 _equal_bits(entry, by_name[contender.like], index)
             if contender.twin:
                 root = by_name[self._contenders[0].name]
-                if self._done == 0:
+                if self._done == 0 and entry is not root:
                     _near_the_root(entry, root, index)
                 yield Block(contender.programs[index], seed, digest(entry.arrays(index)))
 
     def _batch(self, entry: _Entry, index: int) -> Clock:
         entry.loaded[index].reset(self._rng)
-        if self._protocol == "cold":
+        if entry.contender.programs[index].protocol == "cold":
             self._sweep()
         with _blaming(entry.contender):
             entry.worker.begin_run(entry.loaded[index], entry.contender.programs[index].repeats)

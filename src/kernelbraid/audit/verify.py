@@ -7,12 +7,10 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import psutil
@@ -22,6 +20,7 @@ from kernelbraid.audit.cases import Case, Process, rebuild, vacuous
 from kernelbraid.audit.checks import Memory, check, run_case, together
 from kernelbraid.audit.drawings import Plan
 from kernelbraid.audit.environment import fingerprint
+from kernelbraid.audit.judges import Order, Scope, Told, judged
 from kernelbraid.audit.orders import harness_hash
 from kernelbraid.audit.partial import Finished, Part
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure
@@ -37,7 +36,7 @@ Progress = Callable[[str, float], None]
 LIMITS = Limits(build_seconds=300.0, run_seconds=300.0, memory_bytes=8 << 30)
 DEVICE_BYTES = 4 << 30
 HOST_BYTES = 6 << 30
-"""Memory of a GPU, and of the host, for the three processes of a scope where several are checked at once."""
+"""Memory of a GPU, and of the host, for the processes of a scope where several are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ def verify(
     start = time.perf_counter()
     task = _Task(operator, environment.architecture, source, against, level, seed, progress, finished)
     scopes = at_level(operator, scopes_of(operator), level)
-    parts = task.run(list(product(scopes, operator.contract.dtypes)))
+    parts = task.run([(tuple(a.items()), dtype) for a, dtype in product(scopes, operator.contract.dtypes)])
     verdicts: dict[str, Verdict] = {}
     untested: dict[str, str] = {}
     for part in parts:
@@ -219,9 +218,9 @@ def verify(
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Task:
-    """A verification; its scopes are checked one after the other on a CPU, several at a time on a GPU."""
+    """A verification; its scopes are checked one after the other on a CPU, by several judges on a GPU."""
 
     operator: Operator
     architecture: str
@@ -231,36 +230,47 @@ class _Task:
     seed: int
     progress: Progress
     finished: Finished | None = None
-    threads: int = 1
-    done: float = 0.0
-    """Scopes that are done, in parts of one."""
-    lock: Lock = field(default_factory=Lock)
 
-    def run(self, scopes: Sequence[tuple[dict[str, int], str]]) -> list[Part]:
-        self.threads = min(len(scopes), scopes_together(self.operator.backend))
-        if self.threads == 1:
-            with _Bench(self.operator, self.architecture) as bench:
-                return [self._scope(bench, axes, dtype, len(scopes)) for axes, dtype in scopes]
-        with ExitStack() as stack, ThreadPoolExecutor(self.threads) as pool:
-            benches = [stack.enter_context(_Bench(self.operator, self.architecture)) for _ in scopes]
-            running = [
-                pool.submit(self._scope, bench, axes, dtype, len(scopes))
-                for bench, (axes, dtype) in zip(benches, scopes, strict=True)
-            ]
-            try:
-                return [each.result() for each in running]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                stack.close()  # ends the processes that threads wait for
-                raise
+    def run(self, scopes: Sequence[Scope]) -> list[Part]:
+        found = {scope: part for scope in scopes if (part := self._known(scope)) is not None}
+        left = [scope for scope in scopes if scope not in found]
+        known = len(found)
 
-    def _scope(self, bench: "_Bench", axes: dict[str, int], dtype: str, scopes: int) -> Part:
-        scope = _scope_text(self.operator, axes, dtype)
-        known = None if self.finished is None else self.finished.find(scope)
-        if known is not None:
-            with self.lock:
-                self.done += 1
-            return known
+        def told(scope: Scope, requirement: str, done: float) -> None:
+            self.progress(f"{self._text(scope)}: {requirement}", (known + done) / len(scopes))
+
+        judges = min(len(left), scopes_together(self.operator.backend))
+        for scope, part in self._alone(left, told) if judges < 2 else self._together(left, judges, told):
+            found[scope] = part
+            if self.finished is not None:
+                self.finished.keep(part)
+        return [found[scope] for scope in scopes]
+
+    def _alone(self, scopes: Sequence[Scope], told: Told) -> Iterator[tuple[Scope, Part]]:
+        with _Bench(self.operator, self.architecture) as bench:
+            for done, scope in enumerate(scopes):
+
+                def tell(requirement: str, share: float, scope: Scope = scope, done: int = done) -> None:
+                    told(scope, requirement, done + share)
+
+                yield scope, self.scope(bench, scope, tell)
+
+    def _together(self, scopes: Sequence[Scope], judges: int, told: Told) -> Iterator[tuple[Scope, Part]]:
+        here, subject = (self.operator.name, self.operator.backend, self.architecture), self.source
+        order = Order(*here, subject, self.against, self.level, self.seed)
+        return judged(_judge, order, scopes, judges, told)
+
+    def _known(self, scope: Scope) -> Part | None:
+        return None if self.finished is None else self.finished.find(self._text(scope))
+
+    def _text(self, scope: Scope) -> str:
+        axes, dtype = dict(scope[0]), scope[1]
+        constant = ",".join(f"{a.name}={axes[a.name]}" for a in self.operator.contract.axes if a.constant)
+        return f"{constant},{dtype}"
+
+    def scope(self, bench: "_Bench", scope: Scope, told: Progress) -> Part:
+        """Check every requirement in one scope; `told` of each and of the share of them that is done."""
+        axes, dtype = dict(scope[0]), scope[1]
         main = bench.built(self.source, axes, dtype)
         root, reason = bench.agreeing(self.against, main, axes, dtype)
         fresh = bench.fresh(self.source, axes, dtype)
@@ -271,24 +281,25 @@ class _Task:
         hands = Hands(_processes(main, fresh, root))
         for verdict in _verdicts(self.operator, plan, hands, wanted):
             verdicts.append(verdict)
-            with self.lock:
-                self.done += 1 / len(wanted)
-                self.progress(f"{scope}: {verdict.requirement}", self.done / scopes)
+            told(verdict.requirement, len(verdicts) / len(wanted))
         fresh.worker.kill()
         untested = {each.id: reason for each in requirements if each not in wanted}
-        compiled = main.worker.specialisations()
-        if self.threads > 1:
-            bench.close()
-        part = Part(scope, main.bits_id, tuple(verdicts), untested, compiled)
-        if self.finished is not None:
-            self.finished.keep(part)
-        return part
+        return Part(self._text(scope), main.bits_id, tuple(verdicts), untested, main.worker.specialisations())
+
+
+def _judge(order: Order, scope: Scope, told: Progress) -> Part:
+    """What a judge in a process of its own does with a scope."""
+    operator = ops.get(order.operator, order.backend)
+    subject = (operator, order.architecture, order.source, order.against)
+    task = _Task(*subject, order.level, order.seed, told)
+    with _Bench(operator, order.architecture) as bench:
+        return task.scope(bench, scope, told)
 
 
 def scopes_together(backend: str) -> int:
     """Return how many scopes are checked at a time.
 
-    One on a CPU. On a GPU most of the time goes into compiling, a core for each scope, as memory allows.
+    One on a CPU. On a GPU a core for each, as memory allows: the time goes into compiling and into the judge.
     """
     if backend == "cpu":
         return 1
@@ -445,8 +456,3 @@ def _named(what: str) -> Iterator[None]:
         yield
     except WorkerFailure as failure:
         raise RuntimeError(f"{failure.reason}, in a check of {what}") from failure
-
-
-def _scope_text(operator: Operator, axes: Mapping[str, int], dtype: str) -> str:
-    constant = ",".join(f"{a.name}={axes[a.name]}" for a in operator.contract.axes if a.constant)
-    return f"{constant},{dtype}"

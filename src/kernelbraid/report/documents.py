@@ -33,7 +33,7 @@ def side_by_side(study: Study, tell: Callable[[str], None]) -> list[dict[str, An
     with tempfile.TemporaryDirectory(prefix="kernelbraid-compare-") as scratch:
         run = SideBySide(study.operator, distinct, fingerprint(device), Path(scratch))
         rows = []
-        for row in run.rows(study.workloads, "cold", tell):
+        for row in run.rows(study.workloads, ("cold",), tell):
             ours = {name: row.ms[first[source.sha256]] for name, source in named.items()}
             peers = {name: ms for name, ms in row.ms.items() if name not in distinct}
             rows.append(
