@@ -56,6 +56,15 @@ def packed_hidden(
     Bits: those of `Decoder.hidden` and of rollout, and the gradients those of `Decoder.hidden`.
     """
     require_complete(model)
+    return hidden_of(model, input_ids, cu_seqlens, max_seqlen=max_seqlen)
+
+
+def hidden_of(model: Any, input_ids: Tensor, cu_seqlens: Tensor, *, max_seqlen: int | None = None) -> Tensor:
+    """`packed_hidden` without a look at what is unified: for callers that looked before.
+
+    A framework may put another forward on the model itself, which then counts as left; no module's forward
+    runs here, so it changes nothing.
+    """
     if input_ids.dim() != 1:
         raise ValueError(f"input_ids must be [tokens], packed, got {list(input_ids.shape)}")
     if max_seqlen is None:
