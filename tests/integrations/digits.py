@@ -46,7 +46,8 @@ def dataset(rows: int = 32) -> Any:
     """Prompts of several lengths."""
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": ["".join(f"{(7 * i + j) % 10}+" for j in range(1 + i % 4)) for i in range(rows)]})
+    prompts = ["".join(f"{(7 * i + j) % 10}+" for j in range(1 + i % 4)) for i in range(rows)]
+    return Dataset.from_dict({"prompt": prompts})
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -16,8 +16,9 @@ Source: trl/trainer/grpo_trainer.py of TRL 1.16.0
 import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import MethodType
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -27,7 +28,7 @@ from torch import Tensor
 
 try:
     import trl
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 except ImportError as error:  # pragma: no cover - a test takes the library away in a process of its own
     raise RuntimeError("training with TRL needs the extra `trl`: pip install 'kernelbraid[trl]'") from error
 
@@ -93,7 +94,7 @@ def refuse(args: Any) -> None:
 
 
 @dataclass
-class Scored(ModelOutput):  # type: ignore[misc]
+class Scored(ModelOutput):
     """What TRL reads of a call with `fused_lm_head=True`."""
 
     log_probs: Tensor | None = None
@@ -126,7 +127,7 @@ class Record:
     """Prompt and completion as int64 bytes; float32 log-probabilities of the completion's tokens."""
 
     def answer(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor | None:
-        """Log-probabilities [B, S - 1] of labels that are the completions of recorded rows; None otherwise."""
+        """Log-probabilities [B, S - 1] of labels that are recorded completions; None if one is not."""
         ids, real, wanted = input_ids.cpu(), attention_mask.bool().cpu(), labels[:, 1:].cpu() != -100
         found = torch.zeros(wanted.shape)
         for row in range(len(ids)):
@@ -312,7 +313,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self.rollout: Rollout | None = None
         self._since_log: list[dict[str, float]] = []
         self._compared = 0
-        self._last: Tensor | None = None
+        self._latest: list[Tensor] = []
         super().__init__(model, reward_funcs, args, *others, rollout_func=self._draw, **options)
         refuse(self.args)
         if self.aux_loss_enabled:
@@ -344,18 +345,18 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         sampled = inputs["sampling_per_token_logps"]
         if inputs.get("old_per_token_logps") is None:
             inputs = {**inputs, "old_per_token_logps": torch.where(mask, sampled, 0.0)}
-        self._last = None
+        self._latest.clear()
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.model.training:
             return loss
         first = self._compared != rollout.record.number
         if rollout.fresh(self.state.global_step):
-            assert self._last is not None, "TRL computes its loss by a forward of the model"
-            self._compare(self._last[:, -mask.shape[1] :], sampled, inputs["old_per_token_logps"], mask)
+            assert self._latest, "TRL computes its loss by a forward of the model"
+            self._compare(self._latest[-1][:, -mask.shape[1] :], sampled, inputs["old_per_token_logps"], mask)
         elif first:
             raise RuntimeError(
-                "the weights were written between a rollout and its first loss, so that its log-probabilities "
-                "are not theirs: write weights in on_step_end, not in a reward function"
+                "the weights were written between a rollout and its first loss, so its log-probabilities are "
+                "not theirs: write weights in on_step_end, not in a reward function"
             )
         self._compared = rollout.record.number
         return loss
@@ -422,7 +423,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             model, input_ids, attention_mask, labels, temperature=self.temperature, look=False
         )
         if policy:
-            self._last = scored.detach()
+            self._latest.append(scored.detach())
         return Scored(log_probs=scored, entropy=entropies)
 
     def _compare(self, scored: Tensor, sampled: Tensor, old: Tensor, mask: Tensor) -> None:
@@ -465,8 +466,8 @@ def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of several micro-batches as one: least, mean and largest by the end of the name."""
     names = dict.fromkeys(name for each in found for name in each)
     held = {name: [each[name] for each in found if name in each] for name in names}
-    ways = {"min": min, "max": max, "mean": lambda numbers: sum(numbers) / len(numbers)}
-    return {name: float(ways[name.rsplit("/", 1)[-1]](numbers)) for name, numbers in held.items()}
+    ways: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "mean": fmean}
+    return {name: ways[name.rsplit("/", 1)[-1]](numbers) for name, numbers in held.items()}
 
 
 def require_but_root(model: Any) -> None:

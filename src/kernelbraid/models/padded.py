@@ -1,4 +1,4 @@
-"""Log-probabilities of padded batches by the packed forward: what trainers ask for that know rows and masks."""
+"""Log-probabilities of padded batches by the packed forward, for trainers that know rows and masks."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def padded_logprobs(
         look: whether to look first if the model is unified as a whole; False for callers that looked.
 
     Returns:
-        Log-probabilities and entropies, float32 [B, S - 1]: of slot s + 1 at place s, 0 where no label counts.
+        Log-probabilities and entropies, float32 [B, S - 1]: of slot s + 1 at place s, 0 where no label is.
 
     Raises:
         ValueError: shapes differ, a module of the model is not unified, or an argument lies outside a
@@ -48,7 +48,8 @@ def padded_logprobs(
         raise ValueError(f"input_ids must be [batch, slots], got {list(shape)}")
     for name, each in (("attention_mask", attention_mask), ("labels", labels)):
         if each.shape != shape:
-            raise ValueError(f"{name} must have the shape of input_ids, {list(shape)}, got {list(each.shape)}")
+            given = list(each.shape)
+            raise ValueError(f"{name} must have the shape of input_ids, {list(shape)}, got {given}")
     if look:
         require_complete(model)
     real = attention_mask.bool()
