@@ -35,7 +35,8 @@ def padded_logprobs(
         look: whether to look first if the model is unified as a whole; False for callers that looked.
 
     Returns:
-        Log-probabilities and entropies, float32 [B, S - 1]: of slot s + 1 at place s, 0 where no label is.
+        Log-probabilities and entropies, float32 [B, S - 1]: of slot s + 1 at place s. 0 where no
+        label is, and where slot s is padding, so that nothing stands before it.
 
     Raises:
         ValueError: shapes differ, a module of the model is not unified, or an argument lies outside a
