@@ -1,13 +1,13 @@
 """AReaL's PPO and GRPO on unified operators: one process, synchronous, rollout log-probabilities as they are.
 
-    train = TrainEngine(model, config.actor)          # for areal.trainer.ppo.actor.PPOActor
-    rollout = InferenceEngine(model)                  # for AReaL's workflows
+    train = TrainEngine(model, config.actor, optimizer)    # for areal.trainer.ppo.actor.PPOActor
+    rollout = InferenceEngine(model)                       # for AReaL's workflows
     train.connect_engine(rollout, None)
 
-AReaL's algorithms are written against two interfaces, `TrainEngine` and `InferenceEngine` of `areal.api`. Here
-both are implemented over one transformers model whose memory they share, so that the log-probabilities which
-AReaL's loss gets, and those that its workflows record, are bit for bit the same until the weights move. That
-is asserted: `logp_abs_diff` of the first minibatch must be exactly 0.
+AReaL's algorithms are written against two interfaces, `TrainEngine` and `InferenceEngine` of `areal.api`.
+Here both are implemented over one transformers model whose memory they share, so that the log-probabilities
+which AReaL's loss gets, and those that its workflows record, are bit for bit the same until the weights move.
+That is asserted: `logp_abs_diff` of the first minibatch must be exactly 0.
 
 Sources: areal/api/engine_api.py, areal/trainer/ppo/actor.py and areal/workflow/rlvr.py of AReaL 2.0.0, commit
 cbff54d
@@ -15,7 +15,7 @@ cbff54d
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 try:
     from areal.api import InferenceEngine as InferenceInterface
-    from areal.api import ModelRequest, ModelResponse
+    from areal.api import ModelResponse
     from areal.api import TrainEngine as TrainInterface
     from areal.utils.data import (
         concat_batch,
@@ -100,8 +100,10 @@ class TrainEngine(TrainInterface):  # type: ignore[misc]
 
     Args:
         model: a transformers model that `unify` covers; it stays unified.
-        config: AReaL's PPOActorConfig, of which temperature, mb_spec and the optimizer's options are read.
-        steps: optimizer steps of the run, for the schedule of the learning rate.
+        config: AReaL's PPOActorConfig, of which temperature, mb_spec and gradient_clipping are read.
+        optimizer: over the model's parameters, without state; parameters of 16 bits get float32 masters. None
+            for a model that is not trained, such as a reference.
+        lr_scheduler: of that optimizer; None for a constant rate.
         require_certificate: as `unify`.
 
     Raises:
@@ -109,13 +111,21 @@ class TrainEngine(TrainInterface):  # type: ignore[misc]
         RuntimeError: a certificate is required and missing.
     """
 
-    def __init__(self, model: Any, config: Any, *, steps: int = 1, require_certificate: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        *,
+        require_certificate: bool = False,
+    ) -> None:
         unify(model, require_certificate=require_certificate).require()
         self.model, self.config = model, config
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        if optimizer is not None:
+            keep_float_masters(optimizer)
         self.rollout_engine: InferenceEngine | None = None
-        self.optimizer, self.lr_scheduler = None, None
-        if config.optimizer is not None:
-            self.optimizer, self.lr_scheduler = _optimizer(model, config.optimizer, steps)
         self.checked_tokens = 0
         """Tokens whose log-probability was compared with the rollout's, bit by bit, and found equal."""
         self._version = self._steps = 0
@@ -248,18 +258,16 @@ class TrainEngine(TrainInterface):  # type: ignore[misc]
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip and step; a gradient that is not finite leaves the weights as they are."""
-        optimizer, schedule = self.optimizer, self.lr_scheduler
-        if optimizer is None or schedule is None:
-            raise RuntimeError("actor.optimizer is not configured")
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.optimizer.gradient_clipping, foreach=False
-        )
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer: pass one to TrainEngine")
+        most = self.config.optimizer.gradient_clipping
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most, foreach=False)
         finite = math.isfinite(float(norm))
         if finite:
-            optimizer.step()
+            self.optimizer.step()
             self._steps += 1
         self.optimizer_zero_grad()
-        rate = float(schedule.get_last_lr()[0])
+        rate = float(self.optimizer.param_groups[0]["lr"])
         return {"update_successful": float(finite), "grad_norm": float(norm), "lr": rate}
 
     def lr_scheduler_step(self) -> None:
@@ -289,7 +297,7 @@ class TrainEngine(TrainInterface):  # type: ignore[misc]
             scored, entropies = self._scored(part)
             self._compare(scored.detach(), part)
             loss = loss_fn(scored, entropies, part)
-            (loss * (weight / total)).backward()
+            torch.autograd.backward(loss * (weight / total))
         return {**self.optimizer_step(), "num_micro_batches": len(parts)}
 
     @torch.no_grad()
@@ -375,8 +383,8 @@ class TrainEngine(TrainInterface):  # type: ignore[misc]
             gap, place = float((one - other).abs().max()), int(places[0])
             raise MismatchError(
                 f"logp_abs_diff must be 0 in the first minibatch, and is up to {gap:.3g}: {len(places)} of "
-                f"{len(one)} log-probabilities differ in bits from the rollout's, first {float(one[place])!r} "
-                f"against {float(other[place])!r}"
+                f"{len(one)} log-probabilities differ in bits from the rollout's, first "
+                f"{float(one[place])!r} against {float(other[place])!r}"
             )
         self.checked_tokens += len(one)
 
@@ -511,12 +519,10 @@ class InferenceEngine(InferenceInterface):  # type: ignore[misc]
         made = workflow(**(workflow_kwargs or {})) if isinstance(workflow, type) else workflow
 
         async def every() -> list[list[dict[str, Any]]]:
-            return await asyncio.gather(
-                *(
-                    asyncio.gather(*(made.arun_episode(self, item) for _ in range(group_size)))
-                    for item in data
-                )
+            groups = (
+                asyncio.gather(*(made.arun_episode(self, item) for _ in range(group_size))) for item in data
             )
+            return list(await asyncio.gather(*groups))
 
         return [concat_padded_tensors(group) for group in asyncio.run(every())]
 
@@ -554,28 +560,3 @@ def sampling_of(req: Any) -> Sampling:
         max_tokens=min(given.max_new_tokens, room),
         stop_tokens=tuple(token for token in given.stop_token_ids if token is not None),
     )
-
-
-def _optimizer(model: Any, options: Any, steps: int) -> tuple[Any, Any]:
-    """AdamW or SGD over float32 masters, and the schedule of its rate."""
-    from transformers import get_scheduler
-
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    optimizer: torch.optim.Optimizer
-    if options.type == "adam":
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
-    elif options.type == "sgd":
-        optimizer = torch.optim.SGD(parameters, lr=options.lr, weight_decay=options.weight_decay)
-    else:
-        raise ValueError(f"optimizer.type must be adam or sgd, got {options.type!r}")
-    keep_float_masters(optimizer)
-    warm = options.warmup_steps
-    warm = int(steps * options.warmup_steps_proportion) if warm is None else warm
-    schedule: Any = get_scheduler(options.lr_scheduler_type, optimizer, warm, max(steps, 1))
-    return optimizer, schedule
