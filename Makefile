@@ -38,6 +38,12 @@ $(VENV)/.gym: $(VENV)/.made
 		|| echo 'reasoning-gym cannot be installed here: its tests are left out'
 	@touch $@
 
+# TRL for the tests of its integration; it brings datasets, pandas and pyarrow.
+$(VENV)/.trl: $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'trl>=1.16' \
+		|| echo 'trl cannot be installed here: its tests are left out'
+	@touch $@
+
 # A cluster on this machine for the tests of audits on several.
 $(VENV)/.ray: $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray>=2.50' \
@@ -45,10 +51,10 @@ $(VENV)/.ray: $(VENV)/.made
 	@touch $@
 
 # What `make test` leaves out, but for what takes hours.
-test-slow: venv $(VENV)/.smollm2 $(VENV)/.gym
+test-slow: venv $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.trl
 	$(BIN)/pytest -m "slow and not exhaustive"
 
-test-all: lint $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray
+test-all: lint $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.trl $(VENV)/.ray
 	$(BIN)/pytest
 
 bench: venv

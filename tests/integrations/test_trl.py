@@ -249,6 +249,25 @@ def test_weights_that_moved_are_seen(tmp_path: Path, calls: list[tuple[bool, int
 
 
 @pytest.mark.slow
+def test_experts(tmp_path: Path) -> None:
+    """Qwen3-MoE: its routers' auxiliary loss is refused; without it everything is as elsewhere."""
+    sizes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef must be 0\.0"):
+        trainer(tmp_path, model=digits.model("Qwen3Moe", **sizes))
+    made = trainer(
+        tmp_path, {"router_aux_loss_coef": 0.0, "max_steps": 2}, model=digits.model("Qwen3Moe", **sizes)
+    )
+    made.train()
+    assert logged(made, "sampling/sampling_logp_difference/max") == [0.0, 0.0]
+
+
+@pytest.mark.slow
 def test_never_reuse(tmp_path: Path, calls: list[tuple[bool, int]]) -> None:
     made = trainer(tmp_path, {"max_steps": 1}, reuse=Mode.NEVER)
     made.train()

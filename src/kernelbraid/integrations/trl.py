@@ -419,9 +419,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             if held is not None:
                 rollout.answered += 1
                 return Scored(log_probs=held)
-        scored, entropies = padded_logprobs(
-            model, input_ids, attention_mask, labels, temperature=self.temperature, look=False
-        )
+        with torch.autocast(input_ids.device.type, enabled=False):
+            scored, entropies = padded_logprobs(
+                model, input_ids, attention_mask, labels, temperature=self.temperature, look=False
+            )
         if policy:
             self._latest.append(scored.detach())
         return Scored(log_probs=scored, entropy=entropies)
