@@ -268,6 +268,19 @@ def test_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_resumed_run_draws_anew(tmp_path: Path) -> None:
+    """From a checkpoint amid a rollout: the rest of it is drawn again, with the checkpoint's weights."""
+    changes = {**MISALIGNED, "save_strategy": "steps", "save_steps": 1}
+    made = trainer(tmp_path, changes)
+    made.train()
+    again = trainer(tmp_path, changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.rollout.old.counters.reused_batches == 1
+    assert logged(again, "sampling/sampling_logp_difference/max")[-1] == 0.0
+    assert again.state.global_step == 4
+
+
+@pytest.mark.slow
 def test_never_reuse(tmp_path: Path, calls: list[tuple[bool, int]]) -> None:
     made = trainer(tmp_path, {"max_steps": 1}, reuse=Mode.NEVER)
     made.train()
