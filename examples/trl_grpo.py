@@ -1,6 +1,6 @@
 """GRPO by TRL on unified operators: `trl_stock.py` with three lines changed.
 
-python examples/trl_grpo.py --model MODEL     # needs kernelbraid[trl]
+Run: python examples/trl_grpo.py --model MODEL     # needs kernelbraid[trl]
 """
 
 import argparse

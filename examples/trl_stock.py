@@ -1,6 +1,6 @@
 """GRPO by TRL as it comes: learn to answer in eight words. `trl_grpo.py` changes three lines of it.
 
-python examples/trl_stock.py --model MODEL    # needs trl
+Run: python examples/trl_stock.py --model MODEL    # needs trl
 """
 
 import argparse
