@@ -34,7 +34,7 @@ from kernelbraid.models.layer import (
 )
 from kernelbraid.models.load import drawn
 from kernelbraid.models.operators import UNIFIED, Operators
-from kernelbraid.models.vendor import Vendor
+from kernelbraid.models.vendor import vendor
 from kernelbraid.ops.rope.tables import rope_tables
 
 PHASES = ("prefill", "decode", "recompute", "forward", "backward")
@@ -126,7 +126,7 @@ def profile(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device")
-    arms: dict[str, Operators] = {"unified": UNIFIED, "vendor": Vendor()}
+    arms: dict[str, Operators] = {"unified": UNIFIED, "vendor": vendor(device)}
     bench = _Bench(config, step, device)
     phases: dict[str, dict[str, Any]] = {}
     for name in PHASES:
@@ -188,17 +188,20 @@ class _Bench:
         columns = -(-keys // PAGE_SIZE)
         pages = requests * columns
         order = torch.randperm(pages, generator=self.generator, device=self.device)
-        batch = Paged(
-            page_table=order.to(torch.int32).view(requests, columns),
-            cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32, device=self.device) * rows,
-            seqlens_k=torch.full((requests,), keys, dtype=torch.int32, device=self.device),
+        host = Paged(
+            page_table=order.to("cpu", torch.int32).view(requests, columns),
+            cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32) * rows,
+            seqlens_k=torch.full((requests,), keys, dtype=torch.int32),
             max_seqlen_q=rows,
             max_seqlen_k=keys,
         )
+        moved = (each.to(self.device) for each in (host.page_table, host.cu_seqlens_q, host.seqlens_k))
+        batch = Paged(*moved, rows, keys)
         shape = (pages, PAGE_SIZE, self.config.kv_heads, self.config.head_dim)
         caches = self._normal(*shape), self._normal(*shape)
         x, residual = (self._normal(requests * rows, self.config.hidden) for _ in range(2))
         positions = paged_positions(batch, requests * rows)
+        operators.plan(self.config.query_heads, caches[0], batch, host, fixed=True)
         attend = attend_paged(self.config, self.weights, self.tables, *caches, batch, positions, operators)
 
         def work() -> object:

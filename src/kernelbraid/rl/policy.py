@@ -10,7 +10,7 @@ from torch import Tensor
 from kernelbraid.models.accumulating import Accumulating
 from kernelbraid.models.model import Decoder
 from kernelbraid.models.operators import UNIFIED, Operators
-from kernelbraid.models.vendor import Vendor
+from kernelbraid.models.vendor import vendor
 from kernelbraid.rl import pieces
 from kernelbraid.rl.choices import choose
 from kernelbraid.rl.config import Kernels
@@ -84,8 +84,8 @@ class Policy:
         checkpoint: bool = False,
     ) -> None:
         self.kernels = choose(Kernels, "kernels", kernels)
-        vendor = self.kernels == Kernels.VENDOR
-        self.operators: Operators = Vendor() if vendor else UNIFIED
+        theirs = self.kernels == Kernels.VENDOR
+        self.operators: Operators = vendor(decoder.weights.norm.device) if theirs else UNIFIED
         positions = pieces.filled(decoder.positions)  # the update fills sequences up
         self.decoder = replace(decoder, operators=self.operators, positions=positions)
         self.value = ValueHead.zero(decoder) if value else None
@@ -97,7 +97,7 @@ class Policy:
             name: each if each.dtype == torch.float32 else each.detach().float().clone()
             for name, each in self.parameters.items()
         }
-        self._adds = None if vendor else Accumulating(decoder.weights, more)
+        self._adds = None if theirs else Accumulating(decoder.weights, more)
         self._trained = replace(self.decoder, operators=self._adds or self.operators, checkpoint=checkpoint)
 
     @property

@@ -306,13 +306,16 @@ class Engine:
         device = self.decoder.weights.norm.device
         counts = [piece.end - piece.start for piece in pieces]
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        batch = Paged(
-            page_table(tables, len(tables), max(map(len, tables))).to(device),
-            starts.to(device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
+        host = Paged(
+            page_table(tables, len(tables), max(map(len, tables))),
+            starts,
+            torch.tensor(ends, dtype=torch.int32),
             max(counts),
             max(ends),
         )
+        moved = (each.to(device) for each in (host.page_table, host.cu_seqlens_q, host.seqlens_k))
+        batch = Paged(*moved, host.max_seqlen_q, host.max_seqlen_k)
+        self.decoder.plan(self._cache, batch, host)
         hidden = self.decoder.rollout(torch.tensor(ids, dtype=torch.int32, device=device), self._cache, batch)
         last = [int(starts[b + 1]) - 1 for b, piece in enumerate(pieces) if piece.draws]
         hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
