@@ -11,6 +11,7 @@ from kernelbraid.models import profile as profiling
 from kernelbraid.models.config import named
 from kernelbraid.models.operators import Operators
 from kernelbraid.models.profile import PHASES, Step, profile
+from kernelbraid.models.vendor import Vendor
 
 STEP = Step(prompt=12, response=20, group=2, prompts=3, micro_tokens=70)
 
@@ -64,7 +65,7 @@ def test_both_arms_compute_the_same_layer() -> None:
         ]
         return all((a - b).norm() <= 1e-4 * b.norm() for a, b in pairs)
 
-    vendor = results(profiling.Vendor())
+    vendor = results(Vendor())
     assert close(results(Operators()), vendor)
     assert not close(results(Broken()), vendor)
 

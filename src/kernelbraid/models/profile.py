@@ -195,8 +195,7 @@ class _Bench:
             max_seqlen_q=rows,
             max_seqlen_k=keys,
         )
-        moved = (each.to(self.device) for each in (host.page_table, host.cu_seqlens_q, host.seqlens_k))
-        batch = Paged(*moved, rows, keys)
+        batch = host.to(self.device)
         shape = (pages, PAGE_SIZE, self.config.kv_heads, self.config.head_dim)
         caches = self._normal(*shape), self._normal(*shape)
         x, residual = (self._normal(requests * rows, self.config.hidden) for _ in range(2))

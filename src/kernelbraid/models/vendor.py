@@ -1,6 +1,7 @@
 """The same decoder on what torch ships: the arm that unified operators are compared with.
 
-On a GPU `vendor` gives the fastest kernels there are (`vendor_cuda`); this module's own is for CPUs. Scaled-dot-product attention, the vendor's matrix products and torch's own norms, each chosen by shape as
+On a GPU `vendor` gives the fastest kernels there are (`vendor_cuda`); the ones here are for CPUs:
+scaled-dot-product attention, the vendor's matrix products and torch's own norms, each chosen by shape as
 torch chooses them. Rollout and update then run different kernels on rows of other numbers, and their bits
 differ: log-probabilities recorded with it must be recomputed. Layouts and roundings between operators are
 those of the unified decoder, so that nothing but the kernels differs.

@@ -46,7 +46,7 @@ def _inductor(function: F) -> Any:
 
 def _marked(*tensors: Tensor) -> tuple[Tensor, ...]:
     for each in tensors:
-        torch._dynamo.maybe_mark_dynamic(each, 0)  # type: ignore[attr-defined, no-untyped-call]
+        torch._dynamo.maybe_mark_dynamic(each, 0)
     return tensors
 
 
@@ -80,7 +80,8 @@ class VendorCuda(Operators):
 
             self._peers = peers_gpu
         packed = "FlashAttention-4" if self.flash4 else "cuDNN and FlashAttention-2"
-        decode = "FlashInfer" if self.flashinfer else ("FlashAttention-4" if self.flash4 else "gathered pages")
+        paged = "FlashAttention-4" if self.flash4 else "gathered pages"
+        decode = "FlashInfer" if self.flashinfer else paged
         self.arithmetic = f"torch {torch.__version__}, {packed}, decode by {decode}"
         self._norm = compile_(_norm)
         self._add_norm = compile_(_add_norm)
@@ -202,7 +203,7 @@ class VendorCuda(Operators):
         self._planned = batch.page_table, wrapper
 
     def _wrapper(self, query_heads: int, k_cache: Tensor, batch: "Paged", fixed: bool) -> Any:
-        """FlashInfer's decode: one for each set of fixed tensors, which a CUDA graph holds, one for others."""
+        """FlashInfer's decode: one for each set of fixed tensors, which a graph holds, one for others."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         table = batch.page_table
@@ -361,10 +362,10 @@ class _Varlen(torch.autograd.Function):
 
 def _uniform(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     """Sequences of one length by cuDNN; torch raises where it cannot take them."""
-    batched = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+    query, key, value = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = functional.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=gqa)
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -420,9 +421,7 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     return functional.rms_norm(total, (x.shape[-1],), weight, eps), total
 
 
-def _head_norm(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     sizes = (q.shape[-1],)
     return functional.rms_norm(q, sizes, q_weight, eps), functional.rms_norm(k, sizes, k_weight, eps)
 
@@ -502,7 +501,7 @@ class _Logprob(torch.autograd.Function):
         keep = recorded and len(x) * size <= KEPT_BYTES
         kept: list[Tensor] = []
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+        for some, wanted in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
             logits = functional.linear(some, weight)
             found.append(by._scored(logits, wanted, scale, entropy))
             if keep:

@@ -313,8 +313,7 @@ class Engine:
             max(counts),
             max(ends),
         )
-        moved = (each.to(device) for each in (host.page_table, host.cu_seqlens_q, host.seqlens_k))
-        batch = Paged(*moved, host.max_seqlen_q, host.max_seqlen_k)
+        batch = host.to(device)
         self.decoder.plan(self._cache, batch, host)
         hidden = self.decoder.rollout(torch.tensor(ids, dtype=torch.int32, device=device), self._cache, batch)
         last = [int(starts[b + 1]) - 1 for b, piece in enumerate(pieces) if piece.draws]
