@@ -20,8 +20,8 @@ from kernelbraid.rl.requests import EngineSettings, Request, group
 from kernelbraid.rl.rollout import Engine
 
 NAMES = ("Qwen3-0.6B", "SmolLM2-135M", "Llama-3.2-1B", "Qwen2.5-1.5B", "Qwen3-MoE-small")
-DRIFT = 0.03
-"""Relative, of bfloat16 through two layers."""
+DRIFT, ROUTED = 0.03, 0.25
+"""Relative, of bfloat16 through two layers; with a router, which sends a few tokens to other experts."""
 
 
 def arms() -> list[dict[str, bool]]:
@@ -35,8 +35,9 @@ def arms() -> list[dict[str, bool]]:
 
 
 def decoder(name: str, made: Operators) -> Decoder:
-    config = replace(named(name).small(layers=2, vocab=1024), hidden=256, intermediate=512)
+    config = replace(named(name).small(layers=2, vocab=1024), hidden=256, intermediate=512, tied=False)
     weights = drawn(config, dtype=torch.bfloat16, device="cuda", seed=1)
+    weights.head.mul_(8)
     return Decoder(config, weights, 4096, operators=made)
 
 
@@ -69,14 +70,15 @@ def test_the_update(name: str, arm: dict[str, bool], lengths: tuple[int, ...]) -
     found = trained(decoder(name, VendorCuda(**arm)), lengths)
     assert found.keys() == expected.keys()
     apart = {each: drift(found[each], expected[each]) for each in expected}
-    assert max(apart.values()) < DRIFT, apart
+    most = ROUTED if decoder(name, Vendor()).config.experts else DRIFT
+    assert max(apart.values()) < most, apart
 
     class Broken(VendorCuda):
         def swiglu(self, x: Tensor) -> Tensor:
             return super().swiglu(x.roll(1, 0))
 
     wrong = trained(decoder(name, Broken(**arm)), lengths)
-    assert max(drift(wrong[each], expected[each]) for each in expected) > DRIFT
+    assert max(drift(wrong[each], expected[each]) for each in expected) > most
 
 
 def requests() -> list[Request]:

@@ -1,6 +1,7 @@
 """The profile of one layer: phases, weights, and what they amount to."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernelbraid.models.config import named
 from kernelbraid.models.operators import Operators
 from kernelbraid.models.profile import PHASES, Step, profile
 from kernelbraid.models.vendor import Vendor
+from kernelbraid.report import listing
 
 STEP = Step(prompt=12, response=20, group=2, prompts=3, micro_tokens=70)
 
@@ -83,7 +85,7 @@ def test_impossible_steps_are_refused(sizes: dict[str, int], message: str) -> No
         Step(**given)
 
 
-def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 1e-3)
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     sizes = ["--prompt", "8", "--response", "8", "--group", "2", "--prompts", "2", "--micro-tokens", "16"]
@@ -93,5 +95,18 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["model"] == "SmolLM2-135M" and set(document["phases"]) == set(PHASES)
     table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes])
     assert table.exit_code == 0 and "ceiling of reuse alone" in table.stdout
+    rows = []
+    for model in ("SmolLM2-135M", "Qwen3-MoE-small", "SmolLM2-135M"):
+        kept = CliRunner().invoke(app, ["profile", model, *sizes, "--write", str(tmp_path)])
+        assert kept.exit_code == 0 and "profile.bench.json" in kept.stderr
+        rows.append(json.loads((tmp_path / "cpu" / "profile.bench.json").read_text())["rows"])
+    assert [[row["model"] for row in each] for each in rows[:2]] == [
+        ["SmolLM2-135M"],
+        ["SmolLM2-135M", "Qwen3-MoE-small"],
+    ]
+    assert [row["model"] for row in rows[2]] == ["Qwen3-MoE-small", "SmolLM2-135M"]
+    assert listing.committed(tmp_path) == {
+        "certificates": 0, "benchmarks": 1, "mismatched": 0, "problems": []
+    }  # fmt: skip
     unknown = CliRunner().invoke(app, ["profile", "GPT-2"])
     assert unknown.exit_code != 0

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernelbraid.models import evidence
 from kernelbraid.models.config import ModelConfig
 from kernelbraid.models.layer import (
     LayerWeights,
@@ -137,7 +139,25 @@ def profile(
         phases[name] = {"calls": step.calls[name], "ms": ms, "ratio": ms["vendor"] / ms["unified"]}
         del works
         gc.collect()
-    return _summary(config, step, phases) | {"device": _device_name(device), "step": asdict(step)}
+    about = {"device": _device_name(device), "step": asdict(step), "vendor": arms["vendor"].arithmetic}
+    return _summary(config, step, phases) | about
+
+
+def kept(found: Mapping[str, Any], folder: Path, device: str) -> Path:
+    """Write a profile as a row of `<folder>/<architecture>/profile.bench.json`; returns the file.
+
+    It replaces a row of the same model and step; others of the same sources, device and versions stay.
+
+    Args:
+        found: what `profile` returned, with the model's name under `model`.
+        folder: where committed evidence lives.
+        device: that it was measured on.
+    """
+    document = evidence.stamp("profile", device)
+    key = (found["model"], found["step"])
+    rows = [row for row in evidence.kept(document, folder) if (row["model"], row["step"]) != key]
+    document["rows"] = [*rows, dict(found)]
+    return evidence.write(document, folder)
 
 
 def _summary(config: ModelConfig, step: Step, phases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

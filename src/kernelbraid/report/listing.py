@@ -128,4 +128,6 @@ def committed(folder: Path | None) -> dict[str, Any]:
     """Check committed evidence: of `folder`, else of ./evidence, else of this package's checkout."""
     places = (Path("evidence"), Path(__file__).resolve().parents[3] / "evidence")
     chosen = folder or next((place for place in places if place.is_dir()), places[0])
-    return certificates.check_evidence(chosen)
+    from kernelbraid.models.evidence import CHECKS
+
+    return certificates.check_evidence(chosen, CHECKS)

@@ -418,4 +418,6 @@ class Engine:
         else:
             counted.decode_tokens += drawn
             counted.decode_seconds += seconds
+            counted.decode_steps += 1
+            counted.decode_keys += sum(piece.end for piece in pieces)
             counted.batch_sizes[len(pieces)] = counted.batch_sizes.get(len(pieces), 0) + 1

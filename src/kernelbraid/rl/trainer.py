@@ -9,6 +9,7 @@ interrupted, and with unified operators the arms `reuse` and `recompute` have th
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from kernelbraid.rl.requests import EngineSettings
 from kernelbraid.rl.reuse import Mode
 from kernelbraid.rl.rollout import Engine
 from kernelbraid.rl.sources import LAST, export, read_source
-from kernelbraid.rl.spot_check import Counters, OldLogprobs
+from kernelbraid.rl.spot_check import Counters, OldLogprobs, SpotCheck
 from kernelbraid.rl.tasks.chat import Encoder
 from kernelbraid.rl.tasks.feed import Feed
 from kernelbraid.rl.update import Step, Updater
@@ -130,7 +131,7 @@ class Trainer:
                 max_sequences=section.concurrent,
                 step_tokens=max(section.step_tokens, section.concurrent),
                 record=section.record,
-                end_tokens=self.source.ends,
+                end_tokens=() if section.ignore_end else self.source.ends,
                 seed=self.config.seed,
                 graphs=None if self.calls is None else False,  # a graph's calls would not be counted
             ),
@@ -197,6 +198,26 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """One rollout and its update; returns its row."""
         return self._step()
+
+    def switch(self, old: Old, *, check: SpotCheck | None = None, max_tokens: int | None = None) -> None:
+        """Take old log-probabilities from elsewhere from the next step on: for measurements.
+
+        Args:
+            old: from where.
+            check: how much is tested, where they are reused; the configuration's by default.
+            max_tokens: of a completion; the present number by default.
+        """
+        reuse = self.config.reuse
+        changed: dict[str, Any] = {
+            "reuse": reuse.model_copy(update={"old": old, "spot_check": check or reuse.spot_check})
+        }
+        if max_tokens is not None:
+            changed["sampling"] = replace(self.config.sampling, max_tokens=max_tokens)
+        self.config = self.updater.config = self.config.model_copy(update=changed)
+        mode = Mode.NEVER if old == Old.RECOMPUTE else reuse.mode
+        counters = self.old.counters
+        self.old = OldLogprobs(self.config.objective, mode, self.config.reuse.spot_check)
+        self.old.counters = counters
 
     def summary(self) -> dict[str, Any]:
         """What happened, as JSON can hold it."""
