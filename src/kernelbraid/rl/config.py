@@ -217,6 +217,10 @@ class UpdateSection(Section):
     """Optimizer steps of an epoch."""
     micro_batch_tokens: Positive = 8192
     """The most tokens of a forward and backward pass; a longer sequence is a pass of its own."""
+    masters: bool = True
+    """Keep float32 masters of parameters of 16 bits, which the optimizer moves; without, it moves the
+    parameters themselves, rounded at every step, with a state of 16 bits: less memory, and steps that are
+    too small for 16 bits are lost."""
     checkpoint_activations: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     mask_truncated: bool = False
@@ -253,6 +257,8 @@ class Config(Section):
     model: ModelSection
     task: TaskSection
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    parallel: Literal["replicated", "fsdp2"] = "replicated"
+    """How processes of torchrun hold the model: each the whole one, or each a part of what is trained."""
     sampling: Sampling = Field(default_factory=Sampling)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     reuse: ReuseSection = Field(default_factory=ReuseSection)

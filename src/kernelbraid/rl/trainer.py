@@ -73,12 +73,7 @@ class Trainer:
             on_long=section.on_long,
             shuffle=section.shuffle,
         )
-        self.policy = Policy(
-            self.source.decoder,
-            config.model.kernels,
-            value=config.algorithm == "ppo",
-            checkpoint=config.update.checkpoint_activations,
-        )
+        self.policy = self._policy()
         self.reference = None
         if config.kl.weight:
             self.reference = frozen(self.policy.decoder)
@@ -86,7 +81,7 @@ class Trainer:
         self.updater = Updater(
             self.policy,
             config,
-            reduce=group.add if group.world > 1 else None,
+            reduce=group.add if group.world > 1 and config.parallel == "replicated" else None,
             total=group.total if group.world > 1 else None,
             share=group.share,
         )
@@ -103,6 +98,19 @@ class Trainer:
         self.initial = self.policy.digest()
         self.checkpoints: Checkpoints | None = None
         self._resume(resume)
+
+    def _policy(self) -> Policy:
+        config = self.config
+        options: dict[str, Any] = {
+            "value": config.algorithm == "ppo",
+            "checkpoint": config.update.checkpoint_activations,
+            "masters": config.update.masters,
+        }
+        if config.parallel == "fsdp2":
+            from kernelbraid.rl.sharded import ShardedPolicy
+
+            return ShardedPolicy(self.source.decoder, config.model.kernels, group=self.group, **options)
+        return Policy(self.source.decoder, config.model.kernels, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -330,6 +338,8 @@ class Trainer:
                 raise
 
     def _save(self) -> None:
+        masters = {name: self.policy.whole(name, each.detach()) for name, each in self.policy.masters.items()}
+        optimizer = self.updater.state()
         if self.checkpoints is None:
             return
         self.checkpoints.save(
@@ -338,8 +348,8 @@ class Trainer:
                 "config": self._fixed(),
                 "bits": self.bits,
                 "initial": self.initial,
-                "masters": {name: each.detach() for name, each in self.policy.masters.items()},
-                "optimizer": self.updater.optimizer.state_dict(),
+                "masters": masters,
+                "optimizer": optimizer,
                 "steps": self.updater.steps,
                 "done": self.done,
                 "feed": self.feed.state(),
@@ -370,9 +380,9 @@ class Trainer:
         self.feed.restore(state["feed"])
         with torch.no_grad():
             for name, each in self.policy.masters.items():
-                each.copy_(state["masters"][name])
+                each.copy_(self.policy.part(name, state["masters"][name]))
         self.policy.publish()
-        self.updater.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.updater.load(state["optimizer"])
         self.updater.steps, self.done = int(state["steps"]), int(state["done"])
         self.rewards, self.tokens = list(state["rewards"]), int(state["tokens"])
         counters = dict(state["counters"])
