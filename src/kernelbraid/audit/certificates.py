@@ -3,7 +3,6 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +91,11 @@ def local_certificate(operator: Operator) -> Certificate | None:
     return found if same and found.environment.versions == environment.versions else None
 
 
-def check_evidence(folder: Path, others: Mapping[str, Callable[[Path], str]] | None = None) -> dict[str, Any]:
+def check_evidence(folder: Path) -> dict[str, Any]:
     """Check committed certificates and benchmarks against this checkout's sources, contracts and judge.
 
     Args:
         folder: holds `<architecture>/*.certificate.json` and `<architecture>/*.bench.json`.
-        others: benchmarks that are of no operator, by the first part of their names: what tells why one does
-            not speak of this checkout, or nothing.
 
     Returns:
         `certificates`, `benchmarks` and `mismatched` (counts), and `problems` (file and reason).
@@ -111,13 +108,9 @@ def check_evidence(folder: Path, others: Mapping[str, Callable[[Path], str]] | N
     certificates = sorted(folder.glob("*/*.certificate.json"))
     benchmarks = sorted(folder.glob("*/*.bench.json"))
     problems: list[dict[str, str]] = []
-    known = others or {}
     for path, examine in [
         *((path, _certificate_problem) for path in certificates),
-        *(
-            (path, known.get(path.name.removesuffix(".bench.json"), _benchmark_problem))
-            for path in benchmarks
-        ),
+        *((path, _benchmark_problem) for path in benchmarks),
     ]:
         try:
             problem = examine(path)

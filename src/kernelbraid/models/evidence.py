@@ -7,7 +7,7 @@ whose sources changed says nothing about this checkout, and `problem` tells so.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,19 @@ from kernelbraid.audit.verify import in_use
 PACKAGE = Path(__file__).resolve().parents[1]
 _LAYER = ("accumulating", "layer", "model", "operators", "vendor", "vendor_cuda")
 _STEP = (
+    "advantages",
     "buckets",
     "drawing",
     "losses",
+    "parallel",
     "phases",
     "pieces",
     "policy",
     "rollout",
     "schedule",
     "sharded",
+    "spot_check",
+    "trainer",
     "update",
 )
 SOURCES: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +43,10 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Modules whose change makes a file of a kind speak of something else."""
+
+
+FILES = tuple(f"{kind}.bench.json" for kind in SOURCES)
+"""Names of the files, beside those of operators."""
 
 
 def stamp(kind: str, device: str, *, rates: bool = False) -> dict[str, Any]:
@@ -139,5 +147,14 @@ def problem(path: Path) -> str:
     return f"{', '.join(changed)} changed since it was measured" if changed else ""
 
 
-CHECKS: Mapping[str, Callable[[Path], str]] = dict.fromkeys(SOURCES, problem)
-"""How committed files of models are checked, by the first part of their names."""
+def problems(folder: Path) -> list[dict[str, str]]:
+    """Files of models under `<folder>/<architecture>` that do not speak of this checkout, with the reason."""
+    found = []
+    for path in sorted(each for name in FILES for each in folder.glob(f"*/{name}")):
+        try:
+            reason = problem(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"unreadable: {error}"
+        if reason:
+            found.append({"file": str(path.relative_to(folder)), "reason": reason})
+    return found
