@@ -1,6 +1,6 @@
 """Train one configuration with several seeds: unified kernels, reusing and recomputing, and the vendor's.
 
-    python scripts/reward_curves.py examples/rl/smollm2_h200.yaml runs/smollm2 --model FOLDER
+    python scripts/reward_curves.py examples/smollm2_h200.yaml runs/smollm2 --model FOLDER
     python scripts/reward_curves.py examples/grpo_cpu.yaml runs/curves --rollouts 5
 
 Writes FOLDER/curves.json and FOLDER/curves.svg; run again to go on after an interruption. Ends with 1 where

@@ -195,7 +195,7 @@ def test_a_process_tells_why_it_stopped(
 def test_the_grids_of_the_examples_can_be_read() -> None:
     here = read_grid(ROOT / "examples" / "compare_cpu.yaml")
     assert {row.name for row in here.rows} == {"grpo", "ppo", "rewards"}
-    there = read_grid(ROOT / "examples" / "rl" / "compare_h200.yaml")
+    there = read_grid(ROOT / "examples" / "compare_h200.yaml")
     made = {row.name: configured(there, row, "unified+reuse", {"SmolLM2-135M": "/x"}) for row in there.rows}
     assert len(made) == 13
     weights = [each["model"].get("path") or each["model"]["named"] for each in made.values()]

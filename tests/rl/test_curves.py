@@ -98,3 +98,10 @@ def test_the_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["weights_equal"] == {"4": True}
     assert (tmp_path / "runs" / "curves.svg").is_file() and (tmp_path / "runs" / "curves.json").is_file()
+
+
+def test_the_example_is_a_configuration() -> None:
+    from kernelbraid.rl.config import read_config
+
+    found = read_config(Path(__file__).resolve().parents[2] / "examples" / "smollm2_h200.yaml")
+    assert found.model.device == "cuda" and found.update.minibatches >= 2
