@@ -93,20 +93,28 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["model"] == "SmolLM2-135M" and set(document["phases"]) == set(PHASES)
-    table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes])
+    table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes, "--write", str(tmp_path)])
     assert table.exit_code == 0 and "ceiling of reuse alone" in table.stdout
-    rows = []
-    for model in ("SmolLM2-135M", "Qwen3-MoE-small", "SmolLM2-135M"):
-        kept = CliRunner().invoke(app, ["profile", model, *sizes, "--write", str(tmp_path)])
-        assert kept.exit_code == 0 and "profile.bench.json" in kept.stderr
-        rows.append(json.loads((tmp_path / "cpu" / "profile.bench.json").read_text())["rows"])
-    assert [[row["model"] for row in each] for each in rows[:2]] == [
-        ["SmolLM2-135M"],
-        ["SmolLM2-135M", "Qwen3-MoE-small"],
-    ]
-    assert [row["model"] for row in rows[2]] == ["Qwen3-MoE-small", "SmolLM2-135M"]
-    assert listing.committed(tmp_path) == {
-        "certificates": 0, "benchmarks": 1, "mismatched": 0, "problems": []
-    }  # fmt: skip
+    assert "profile.bench.json" in table.stderr
+    assert listing.committed(tmp_path)["benchmarks"] == 1
     unknown = CliRunner().invoke(app, ["profile", "GPT-2"])
     assert unknown.exit_code != 0
+
+
+def test_profiles_are_rows_of_one_file(tmp_path: Path) -> None:
+    def row(model: str, prompt: int, ceiling: float) -> dict[str, object]:
+        return {"model": model, "step": {"prompt": prompt}, "ceiling": ceiling}
+
+    for each in (row("a", 1, 1.1), row("b", 1, 1.2), row("a", 2, 1.3), row("a", 1, 1.4)):
+        path = profiling.kept(each, tmp_path, "cpu")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows == [row("b", 1, 1.2), row("a", 2, 1.3), row("a", 1, 1.4)]
+    whole = {"certificates": 0, "benchmarks": 1, "mismatched": 0, "problems": []}
+    assert listing.committed(tmp_path) == whole
+    document = json.loads(path.read_text())
+    document["sources"]["models/vendor.py"] = "0"
+    path.write_text(json.dumps(document))
+    [problem] = listing.committed(tmp_path)["problems"]
+    assert problem["reason"] == "models/vendor.py changed since it was measured"
+    profiling.kept(row("c", 1, 1.0), tmp_path, "cpu")
+    assert [each["model"] for each in json.loads(path.read_text())["rows"]] == ["c"]
