@@ -1,6 +1,7 @@
 """The profile of one layer: phases, weights, and what they amount to."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from kernelbraid.models import profile as profiling
 from kernelbraid.models.config import named
 from kernelbraid.models.operators import Operators
 from kernelbraid.models.profile import PHASES, Step, profile
+from kernelbraid.models.vendor import Vendor
+from kernelbraid.report import listing
 
 STEP = Step(prompt=12, response=20, group=2, prompts=3, micro_tokens=70)
 
@@ -64,7 +67,7 @@ def test_both_arms_compute_the_same_layer() -> None:
         ]
         return all((a - b).norm() <= 1e-4 * b.norm() for a, b in pairs)
 
-    vendor = results(profiling.Vendor())
+    vendor = results(Vendor())
     assert close(results(Operators()), vendor)
     assert not close(results(Broken()), vendor)
 
@@ -82,7 +85,7 @@ def test_impossible_steps_are_refused(sizes: dict[str, int], message: str) -> No
         Step(**given)
 
 
-def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 1e-3)
     monkeypatch.setattr(profiling, "ROUNDS", 1)
     sizes = ["--prompt", "8", "--response", "8", "--group", "2", "--prompts", "2", "--micro-tokens", "16"]
@@ -90,7 +93,28 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["model"] == "SmolLM2-135M" and set(document["phases"]) == set(PHASES)
-    table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes])
+    table = CliRunner().invoke(app, ["profile", "SmolLM2-135M", *sizes, "--write", str(tmp_path)])
     assert table.exit_code == 0 and "ceiling of reuse alone" in table.stdout
+    assert "profile.bench.json" in table.stderr
+    assert listing.committed(tmp_path)["benchmarks"] == 1
     unknown = CliRunner().invoke(app, ["profile", "GPT-2"])
     assert unknown.exit_code != 0
+
+
+def test_profiles_are_rows_of_one_file(tmp_path: Path) -> None:
+    def row(model: str, prompt: int, ceiling: float) -> dict[str, object]:
+        return {"model": model, "step": {"prompt": prompt}, "ceiling": ceiling}
+
+    for each in (row("a", 1, 1.1), row("b", 1, 1.2), row("a", 2, 1.3), row("a", 1, 1.4)):
+        path = profiling.kept(each, tmp_path, "cpu")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows == [row("b", 1, 1.2), row("a", 2, 1.3), row("a", 1, 1.4)]
+    whole = {"certificates": 0, "benchmarks": 1, "mismatched": 0, "problems": []}
+    assert listing.committed(tmp_path) == whole
+    document = json.loads(path.read_text())
+    document["sources"]["models/vendor.py"] = "0"
+    path.write_text(json.dumps(document))
+    [problem] = listing.committed(tmp_path)["problems"]
+    assert problem["reason"] == "models/vendor.py changed since it was measured"
+    profiling.kept(row("c", 1, 1.0), tmp_path, "cpu")
+    assert [each["model"] for each in json.loads(path.read_text())["rows"]] == ["c"]

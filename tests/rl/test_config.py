@@ -79,7 +79,7 @@ def test_defaults() -> None:
         ({"grpo__clip": 1}, "grpo.clip: there is no such key"),
         ({"reuse__spot_check__sed": 1}, "reuse.spot_check.sed: there is no such key; near it is seed"),
         ({"task__rewards": 1}, "task.rewards: there is no such key; near it is reward"),
-        ({"model__path": None}, "model: one of path and random must be given"),
+        ({"model__path": None}, "model: one of path, random and named must be given"),
         ({"rollouts": None}, "rollouts: must be given"),
         ({"task__kind": "web"}, "task: input tag 'web' found using 'kind' does not match"),
         ({"rollouts": 0}, "rollouts: input should be greater than or equal to 1, got 0"),

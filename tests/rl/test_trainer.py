@@ -140,7 +140,7 @@ def test_reuse_demanded_and_not_valid(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"reuse": {"mode": "require", "old": "bypass"}}, "mode goes with old reuse alone"),
         ({"reuse": {"logprob": "processed"}, "sampling": {"top_k": 3}}, "reuse.logprob: must be whole"),
         ({"task": {"template": "chat"}}, "task.template: must be plain"),
-        ({"model": {"path": "x"}}, "one of path and random"),
+        ({"model": {"path": "x"}}, "one of path, random and named"),
         ({"model": {"kernels": "fast"}}, "model.kernels"),
     ],
 )

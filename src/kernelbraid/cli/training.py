@@ -1,4 +1,4 @@
-"""The verb of reinforcement learning."""
+"""The verbs of reinforcement learning: a run, and a grid of runs beside the vendor's kernels."""
 
 import os
 import sys
@@ -63,3 +63,45 @@ def train(
     else:
         rows = {name: value for name, value in document.items() if not isinstance(value, dict)}
         table.facts(out(), "", rows | flat(document | dict.fromkeys(rows)))
+
+
+@app.command()
+def compare(
+    grid: Annotated[Path, typer.Argument(help="A grid of training steps in YAML.", metavar="GRID")],
+    write: Annotated[
+        Path,
+        typer.Option(
+            help="Write FOLDER/<architecture>/train.bench.json; what it has is not measured again.",
+            metavar="FOLDER",
+        ),
+    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH of a model that the grid names by `path`; may be repeated."),
+    ] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Measure this row alone; may be repeated.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed rollouts of each arm.", min=1)] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure arms again that failed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure training steps on unified kernels beside the vendor's; run again to go on."""
+    from kernelbraid.report import table
+    from kernelbraid.rl import comparison
+
+    pairs = [each.partition("=") for each in model or []]
+    wrong = [name for name, _, path in pairs if not name or not path]
+    if wrong:
+        raise typer.BadParameter("--model needs NAME=PATH")
+    document = comparison.compare(
+        comparison.read_grid(grid),
+        grid.parent,
+        write=write,
+        models={name: path for name, _, path in pairs},
+        only=row or (),
+        steps=steps,
+        retry=retry,
+        progress=say,
+    )
+    emit(document) if as_json else table.comparison(out(), document)
+    if any(each["unequal"] or each["curves_equal"] is False for each in document["rows"]):
+        failed()

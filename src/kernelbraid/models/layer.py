@@ -75,6 +75,13 @@ class Paged:
     max_seqlen_q: int
     max_seqlen_k: int
 
+    def to(self, device: torch.device | str) -> "Paged":
+        """The same on a device."""
+        table, offsets, lengths = (
+            each.to(device) for each in (self.page_table, self.cu_seqlens_q, self.seqlens_k)
+        )
+        return Paged(table, offsets, lengths, self.max_seqlen_q, self.max_seqlen_k)
+
 
 def attend_packed(
     config: ModelConfig,

@@ -104,6 +104,17 @@ class Decoder:
         ]
         return self._through(ids, attends)
 
+    def plan(self, cache: Cache, batch: Paged, host: Paged, *, fixed: bool = False) -> None:
+        """Let operators prepare the next `rollout`, also where a CUDA graph of it is replayed.
+
+        Args:
+            cache: that it reads.
+            batch: that it gets.
+            host: the same tensors on the CPU.
+            fixed: whether those of `batch` stay where they are.
+        """
+        self.operators.plan(self.config.query_heads, cache.k[0], batch, host, fixed=fixed)
+
     def _through(self, ids: Tensor, attends: Sequence[Attend]) -> Tensor:
         ops = self.operators
         x, residual = ops.embedding(ids, self.weights.embedding), None

@@ -4,6 +4,8 @@ A decoder asks one object for all of its mathematics, so that an experiment may 
 update's adds gradients in place (`accumulating`), and `vendor` holds what torch ships.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from kernelbraid.ops.add_rms_norm.api import add_rms_norm
@@ -19,6 +21,9 @@ from kernelbraid.ops.rms_norm.api import rms_norm
 from kernelbraid.ops.rope.api import rope
 from kernelbraid.ops.swiglu.api import swiglu
 
+if TYPE_CHECKING:
+    from kernelbraid.models.layer import Paged
+
 
 class Operators:
     """Unified operators, each as its public function documents it; subclasses exchange some or all.
@@ -30,6 +35,21 @@ class Operators:
     """Names the bits: what computes others names itself, so that bits ids of decoders differ."""
     waits: bool = False
     """Whether calls read device tensors on the host, so that no CUDA graph can hold them."""
+
+    def plan(
+        self, query_heads: int, k_cache: Tensor, batch: "Paged", host: "Paged", *, fixed: bool = False
+    ) -> None:
+        """Prepare a step on the paged cache, once for all layers and outside of any CUDA graph.
+
+        Unified operators need nothing of that.
+
+        Args:
+            query_heads: of the model.
+            k_cache: keys of any layer.
+            batch: what the layers will be given.
+            host: its tensors on the CPU, which may be read.
+            fixed: whether the tensors of `batch` stay where they are, so that a graph may hold them.
+        """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return embedding(ids, weight)

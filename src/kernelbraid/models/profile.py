@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernelbraid.models import evidence
 from kernelbraid.models.config import ModelConfig
 from kernelbraid.models.layer import (
     LayerWeights,
@@ -34,7 +36,7 @@ from kernelbraid.models.layer import (
 )
 from kernelbraid.models.load import drawn
 from kernelbraid.models.operators import UNIFIED, Operators
-from kernelbraid.models.vendor import Vendor
+from kernelbraid.models.vendor import vendor
 from kernelbraid.ops.rope.tables import rope_tables
 
 PHASES = ("prefill", "decode", "recompute", "forward", "backward")
@@ -126,7 +128,7 @@ def profile(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device")
-    arms: dict[str, Operators] = {"unified": UNIFIED, "vendor": Vendor()}
+    arms: dict[str, Operators] = {"unified": UNIFIED, "vendor": vendor(device)}
     bench = _Bench(config, step, device)
     phases: dict[str, dict[str, Any]] = {}
     for name in PHASES:
@@ -137,7 +139,25 @@ def profile(
         phases[name] = {"calls": step.calls[name], "ms": ms, "ratio": ms["vendor"] / ms["unified"]}
         del works
         gc.collect()
-    return _summary(config, step, phases) | {"device": _device_name(device), "step": asdict(step)}
+    about = {"device": _device_name(device), "step": asdict(step), "vendor": arms["vendor"].arithmetic}
+    return _summary(config, step, phases) | about
+
+
+def kept(found: Mapping[str, Any], folder: Path, device: str) -> Path:
+    """Write a profile as a row of `<folder>/<architecture>/profile.bench.json`; returns the file.
+
+    It replaces a row of the same model and step; others of the same sources, device and versions stay.
+
+    Args:
+        found: what `profile` returned, with the model's name under `model`.
+        folder: where committed evidence lives.
+        device: that it was measured on.
+    """
+    document = evidence.stamp("profile", device)
+    key = (found["model"], found["step"])
+    rows = [row for row in evidence.kept(document, folder) if (row["model"], row["step"]) != key]
+    document["rows"] = [*rows, dict(found)]
+    return evidence.write(document, folder)
 
 
 def _summary(config: ModelConfig, step: Step, phases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -188,17 +208,19 @@ class _Bench:
         columns = -(-keys // PAGE_SIZE)
         pages = requests * columns
         order = torch.randperm(pages, generator=self.generator, device=self.device)
-        batch = Paged(
-            page_table=order.to(torch.int32).view(requests, columns),
-            cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32, device=self.device) * rows,
-            seqlens_k=torch.full((requests,), keys, dtype=torch.int32, device=self.device),
+        host = Paged(
+            page_table=order.to("cpu", torch.int32).view(requests, columns),
+            cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32) * rows,
+            seqlens_k=torch.full((requests,), keys, dtype=torch.int32),
             max_seqlen_q=rows,
             max_seqlen_k=keys,
         )
+        batch = host.to(self.device)
         shape = (pages, PAGE_SIZE, self.config.kv_heads, self.config.head_dim)
         caches = self._normal(*shape), self._normal(*shape)
         x, residual = (self._normal(requests * rows, self.config.hidden) for _ in range(2))
         positions = paged_positions(batch, requests * rows)
+        operators.plan(self.config.query_heads, caches[0], batch, host, fixed=True)
         attend = attend_paged(self.config, self.weights, self.tables, *caches, batch, positions, operators)
 
         def work() -> object:

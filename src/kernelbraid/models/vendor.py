@@ -1,6 +1,7 @@
 """The same decoder on what torch ships: the arm that unified operators are compared with.
 
-Scaled-dot-product attention, the vendor's matrix products and torch's own norms, each chosen by shape as
+On a GPU `vendor` gives the fastest kernels there are (`vendor_cuda`); the ones here are for CPUs:
+scaled-dot-product attention, the vendor's matrix products and torch's own norms, each chosen by shape as
 torch chooses them. Rollout and update then run different kernels on rows of other numbers, and their bits
 differ: log-probabilities recorded with it must be recomputed. Layouts and roundings between operators are
 those of the unified decoder, so that nothing but the kernels differs.
@@ -140,6 +141,15 @@ class Vendor(Operators):
 
     def head_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.linear(x, weight).float()
+
+
+def vendor(device: torch.device | str) -> Operators:
+    """The vendor arm of a device: torch's operators on a CPU, `VendorCuda` on a GPU."""
+    if torch.device(device).type == "cpu":
+        return Vendor()
+    from kernelbraid.models.vendor_cuda import VendorCuda
+
+    return VendorCuda()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:

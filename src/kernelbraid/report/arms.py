@@ -45,10 +45,18 @@ def drawn(document: Mapping[str, Any]) -> str:
         raise ValueError("no arm of the ablation has audited a candidate: there is nothing to draw")
     spent = {name: seconds(arm) for name, arm in document["arms"].items() if arm["repeats"]}
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(document["arms"])}
-    body = [*_curves(curves, colours), *_bars(spent, colours), *_legend(colours)]
+    every = [each for curve in curves.values() for point in curve for each in point]
+    y = axis(every, PANEL.height - PANEL.bottom, PANEL.top)
+    label = "lowest objective / root's, over audits"
+    body = [*bands(curves, colours, y, label), *_bars(spent, colours), *legend(colours)]
     title = f"{document['operator']}: {document['repeats']} repeats an arm, means and 95% intervals"
+    return picture(title, WIDTH, body)
+
+
+def picture(title: str, width: int, body: Sequence[str]) -> str:
+    """An SVG file of panels and their legend."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + FOOT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT + FOOT}" role="img" '
         f'font-family="sans-serif" font-size="11"><title>{escape(title)}</title>'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'
     )
@@ -60,17 +68,17 @@ def objective(arm: Mapping[str, Any]) -> list[Interval]:
     found = []
     for audits in range(max(map(len, curves), default=0)):
         logs = [math.log(curve[audits]) for curve in curves if audits < len(curve)]
-        mean, low, high = _interval(logs)
+        mean, low, high = interval(logs)
         found.append((math.exp(mean), math.exp(low), math.exp(high)))
     return found
 
 
 def seconds(arm: Mapping[str, Any]) -> Interval:
     """Seconds that one study of an arm searched."""
-    return _interval([each["seconds"] for each in arm["repeats"]])
+    return interval([each["seconds"] for each in arm["repeats"]])
 
 
-def _interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float]) -> Interval:
     """Mean with its interval; of one value, no wider than it."""
     mean = statistics.fmean(values)
     if len(values) < 2:
@@ -80,12 +88,13 @@ def _interval(values: Sequence[float]) -> Interval:
     return mean, mean - half, mean + half
 
 
-def _curves(curves: Mapping[str, Sequence[Interval]], colours: Mapping[str, str]) -> list[str]:
-    every = [each for curve in curves.values() for point in curve for each in point]
-    y = axis(every, PANEL.height - PANEL.bottom, PANEL.top)
+def bands(
+    curves: Mapping[str, Sequence[Interval]], colours: Mapping[str, str], y: Axis, label: str
+) -> list[str]:
+    """Means as lines, intervals as bands, over 1, 2 and so on."""
     most = max(map(len, curves.values()))
     x = Axis(0.5, most + 0.5, PANEL.left, PANEL.width - PANEL.right)
-    body = _frame(0, PANEL, y, "lowest objective / root's, over audits")
+    body = _frame(0, PANEL, y, label)
     step = max(1, most // 8)
     for audits in range(step, most + 1, step):
         body.append(_text(x.pixel(audits), PANEL.height - PANEL.bottom + 16, str(audits), "middle"))
@@ -130,7 +139,8 @@ def _frame(left: int, frame: Frame, y: Axis, label: str) -> list[str]:
     return body
 
 
-def _legend(colours: Mapping[str, str]) -> list[str]:
+def legend(colours: Mapping[str, str]) -> list[str]:
+    """Names of arms below the panels."""
     body = []
     for number, (name, colour) in enumerate(colours.items()):
         at = PANEL.left + 150 * number

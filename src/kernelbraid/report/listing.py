@@ -9,6 +9,7 @@ from kernelbraid import ops
 from kernelbraid.audit import certificates, sanitize, verify
 from kernelbraid.audit.environment import fingerprint, gpus, require_device
 from kernelbraid.ir.evidence import Level
+from kernelbraid.models import evidence
 from kernelbraid.ops import installed
 from kernelbraid.ops.problem import Operator
 
@@ -128,4 +129,7 @@ def committed(folder: Path | None) -> dict[str, Any]:
     """Check committed evidence: of `folder`, else of ./evidence, else of this package's checkout."""
     places = (Path("evidence"), Path(__file__).resolve().parents[3] / "evidence")
     chosen = folder or next((place for place in places if place.is_dir()), places[0])
-    return certificates.check_evidence(chosen)
+    found = certificates.check_evidence(chosen)
+    problems = [each for each in found["problems"] if Path(each["file"]).name not in evidence.FILES]
+    problems += evidence.problems(chosen)
+    return {**found, "mismatched": len(problems), "problems": problems}

@@ -245,6 +245,25 @@ def profile(console: Console, document: Document) -> None:
     facts(console, "", seconds | {words: document[name] for name, words in names.items()})
 
 
+def comparison(console: Console, document: Document) -> None:
+    """Training steps on unified kernels beside the vendor's."""
+    line(console, f"{document['environment']['device']}; ms a step, median of the timed ones")
+    headers = ("row", "unified+reuse", "vendor+recompute", "vendor+bypass", "recompute's share", "speedup")
+    grid = Grid("", (*headers, "rewards' ratio", "compared", "unequal"))
+    for row in document["rows"]:
+        peers = row.get("peers", {})
+        numbers = [row.get("ours_ms"), *(peers.get(f"vendor+{old}") for old in ("recompute", "bypass"))]
+        names = ("recompute_share", "speedup", "reward_ratio", "compared", "unequal")
+        grid.add(row["name"], *numbers, *(row.get(name) for name in names))
+    grid.show(console)
+    for row in document["rows"]:
+        for arm, reason in row["failed"].items():
+            line(console, f"failed: {row['name']}, {arm}: {reason}")
+        if row.get("curves_equal") is not None:
+            words = "equal" if row["curves_equal"] else "OTHER"
+            line(console, f"{row['name']}: reuse and recompute gave {words} rewards, losses and norms")
+
+
 def selftest(console: Console, document: Document) -> None:
     grid = Grid("", ("fixture", "kind", "expected", "observed", "promoted"))
     for each in document["fixtures"]:

@@ -175,6 +175,7 @@ class Buckets:
         graphs = capture is None and device.type == "cuda"
         self._capture = captures(device) if graphs else capture or (lambda step: step)
         self.steps: dict[tuple[int, int], tuple[DecodeInputs, Step]] = {}
+        self._batches: dict[tuple[int, int], Paged] = {}
 
     def run(
         self, ids: Sequence[int], tables: Sequence[Sequence[int]], lengths: Sequence[int]
@@ -193,23 +194,29 @@ class Buckets:
         given = padded(
             ids, tables, lengths, rows=rows, columns=columns, context=context, scratch=self._scratch
         )
-        if (rows, context) not in self.steps:
-            self.steps[rows, context] = self._made(given)
-        fixed, step = self.steps[rows, context]
+        size = rows, context
+        known = self.steps.get(size)
+        fixed = known[0] if known else self._fixed(size, given)
         for name in ("ids", "page_table", "lengths"):
             getattr(fixed, name).copy_(getattr(given, name))
-        return step()[: len(ids)]
+        batch = self._batches[size]
+        singles = torch.arange(rows + 1, dtype=torch.int32)
+        host = Paged(given.page_table, singles, given.lengths, 1, given.longest)
+        self._decoder.plan(self._cache, batch, host, fixed=True)
+        if known is None:
 
-    def _made(self, given: DecodeInputs) -> tuple[DecodeInputs, Step]:
+            def step() -> Tensor:
+                return self._decoder.rollout(fixed.ids, self._cache, batch)
+
+            known = self.steps[size] = fixed, self._capture(step)
+        return known[1]()[: len(ids)]
+
+    def _fixed(self, size: tuple[int, int], given: DecodeInputs) -> DecodeInputs:
+        """Tensors that a size's steps read, where they stay."""
         device = self._decoder.weights.norm.device
         ids, table, lengths = (
             each.to(device, copy=True) for each in (given.ids, given.page_table, given.lengths)
         )
-        fixed = DecodeInputs(ids, table, lengths, given.longest)
         singles = torch.arange(len(given.ids) + 1, dtype=torch.int32, device=device)
-        batch = Paged(fixed.page_table, singles, fixed.lengths, 1, given.longest)
-
-        def step() -> Tensor:
-            return self._decoder.rollout(fixed.ids, self._cache, batch)
-
-        return fixed, self._capture(step)
+        self._batches[size] = Paged(table, singles, lengths, 1, given.longest)
+        return DecodeInputs(ids, table, lengths, given.longest)

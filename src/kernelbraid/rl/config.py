@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kernelbraid.models.config import named
 from kernelbraid.rl.losses import Grpo, KlEstimator, Ppo
 from kernelbraid.rl.records import Sampling
 from kernelbraid.rl.reuse import Mode, Named, Objective
@@ -80,6 +81,8 @@ class ModelSection(Section):
     """A folder with safetensors or a GGUF file; relative to the configuration's folder."""
     random: RandomModel | None = None
     """A small model drawn at random, in the place of a path."""
+    named: str | None = None
+    """A published model's name, such as Qwen3-1.7B: its sizes with random weights, for measurements."""
     kernels: Kernels = Kernels.UNIFIED
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -88,8 +91,10 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelSection":
-        if (self.path is None) == (self.random is None):
-            raise ValueError("one of path and random must be given")
+        if sum(each is not None for each in (self.path, self.random, self.named)) != 1:
+            raise ValueError("one of path, random and named must be given")
+        if self.named is not None:
+            named(self.named)  # raises ValueError where there is none
         return self
 
     @model_validator(mode="after")
@@ -156,6 +161,8 @@ class RolloutSection(Section):
     """The most tokens of a call of the model: one a running completion, the rest for pieces of prompts."""
     record: tuple[Named, ...] = (Named.WHOLE, Named.PROCESSED)
     """Which log-probabilities; `processed` costs nothing where nothing is cut, penalised or biased."""
+    ignore_end: bool = False
+    """Draw every completion to `max_tokens`, over tokens that end a sequence: for measurements."""
 
     @property
     def completions(self) -> int:
@@ -210,6 +217,10 @@ class UpdateSection(Section):
     """Optimizer steps of an epoch."""
     micro_batch_tokens: Positive = 8192
     """The most tokens of a forward and backward pass; a longer sequence is a pass of its own."""
+    masters: bool = True
+    """Keep float32 masters of parameters of 16 bits, which the optimizer moves; without, it moves the
+    parameters themselves, rounded at every step, with a state of 16 bits: less memory, and steps that are
+    too small for 16 bits are lost."""
     checkpoint_activations: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     mask_truncated: bool = False
@@ -246,6 +257,8 @@ class Config(Section):
     model: ModelSection
     task: TaskSection
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    parallel: Literal["replicated", "fsdp2"] = "replicated"
+    """How processes of torchrun hold the model: each the whole one, or each a part of what is trained."""
     sampling: Sampling = Field(default_factory=Sampling)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     reuse: ReuseSection = Field(default_factory=ReuseSection)
@@ -333,7 +346,7 @@ def _computable(config: Config) -> list[str]:
             "reuse.logprob: must be whole where tokens are drawn from a cut, penalised or biased "
             "distribution: the update computes the whole one's"
         )
-    if config.model.random is not None and config.task.template != Template.PLAIN:
+    if config.model.path is None and config.task.template != Template.PLAIN:
         found.append("task.template: must be plain for a random model, which has no chat format")
     return found
 

@@ -1,7 +1,8 @@
 """Several processes that train one model, started by torchrun: each draws and computes a share.
 
-Parameters are the same in all of them. Completions are gathered, so that every process sees the whole batch;
-gradients are added in the order of ranks, so that the result has one order.
+Parameters are the same in all of them, or divided among them (`sharded`). Completions are gathered, so that
+every process sees the whole batch; gradients are added in the order of ranks, so that the result has one
+order.
 """
 
 import os
@@ -73,6 +74,45 @@ class Group:
             each.copy_(parts[0])
             for part in parts[1:]:
                 each.add_(part)
+
+    def scatter(self, full: Tensor) -> Tensor:
+        """This process's part, along the first axis, of a sum over processes in the order of ranks.
+
+        Args:
+            full: the same shape everywhere. It is not changed.
+
+        Bits: those of `add`.
+        """
+        import torch.distributed as dist
+
+        mine = full[:0].clone()
+        for rank, chunk in enumerate(torch.chunk(full, self.world)):
+            given = chunk.contiguous()
+            if rank != self.rank:
+                dist.gather(given, dst=rank)
+                continue
+            parts = [torch.empty_like(given) for _ in range(self.world)]
+            dist.gather(given, parts, dst=rank)
+            mine = parts[0]
+            for part in parts[1:]:
+                mine.add_(part)
+        return mine
+
+    def whole(self, shard: Tensor, shape: Sequence[int]) -> Tensor:
+        """A tensor of which every process holds a part along the first axis.
+
+        Args:
+            shard: this process's rows, perhaps none.
+            shape: of the whole.
+        """
+        import torch.distributed as dist
+
+        rows = -(-shape[0] // self.world)
+        given = shard.new_zeros(rows, *shape[1:])
+        given[: len(shard)] = shard
+        parts = [torch.empty_like(given) for _ in range(self.world)]
+        dist.all_gather(parts, given)
+        return torch.cat(parts)[: shape[0]]
 
     def total(self, number: float) -> float:
         """The sum of a number of each process, in the order of ranks."""

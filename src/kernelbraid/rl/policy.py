@@ -1,16 +1,18 @@
 """What is trained: a decoder's parameters, for PPO a value head, and their gradients."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernelbraid.models.accumulating import Accumulating
-from kernelbraid.models.model import Decoder
+from kernelbraid.models.model import Decoder, ModelWeights
 from kernelbraid.models.operators import UNIFIED, Operators
-from kernelbraid.models.vendor import Vendor
+from kernelbraid.models.vendor import vendor
 from kernelbraid.rl import pieces
 from kernelbraid.rl.choices import choose
 from kernelbraid.rl.config import Kernels
@@ -62,14 +64,16 @@ class Evaluated:
 class Policy:
     """A decoder that is trained, on one device.
 
-    Parameters of 16 bits have float32 masters, which the optimizer moves and which are rounded after each of
-    its steps; float32 parameters are their own masters.
+    Parameters of 16 bits have float32 masters, unless told otherwise, which the optimizer moves and which are
+    rounded after each of its steps; float32 parameters are their own masters.
 
     Args:
         decoder: the model; its operators are replaced by those of `kernels`.
         kernels: `unified`, or `vendor` for torch's own.
         value: whether a value head is trained too.
         checkpoint: compute activations again in the backward pass instead of keeping them.
+        masters: whether parameters of 16 bits have float32 masters; without, the optimizer moves them
+            themselves, and its state has their dtype.
 
     Raises:
         ValueError: kernels has another value.
@@ -82,23 +86,27 @@ class Policy:
         *,
         value: bool = False,
         checkpoint: bool = False,
+        masters: bool = True,
     ) -> None:
+        self._arrange(decoder, kernels, value=value)
+        more = self.value.tensors() if self.value is not None else {}
+        for each in self.parameters.values():
+            each.requires_grad_(True)
+        self.masters = mastered(self.parameters, masters)
+        theirs = self.kernels == Kernels.VENDOR
+        self._adds: Accumulating | None = None if theirs else Accumulating(decoder.weights, more)
+        self._trained = replace(self.decoder, operators=self._adds or self.operators, checkpoint=checkpoint)
+
+    def _arrange(self, decoder: Decoder, kernels: Kernels | str, *, value: bool) -> None:
+        """The rollout's decoder, the value head, and all parameters by name."""
         self.kernels = choose(Kernels, "kernels", kernels)
-        vendor = self.kernels == Kernels.VENDOR
-        self.operators: Operators = Vendor() if vendor else UNIFIED
+        theirs = self.kernels == Kernels.VENDOR
+        self.operators: Operators = vendor(decoder.weights.norm.device) if theirs else UNIFIED
         positions = pieces.filled(decoder.positions)  # the update fills sequences up
         self.decoder = replace(decoder, operators=self.operators, positions=positions)
         self.value = ValueHead.zero(decoder) if value else None
         more = self.value.tensors() if self.value is not None else {}
         self.parameters: dict[str, Tensor] = {**dict(decoder.weights.tensors()), **more}
-        for each in self.parameters.values():
-            each.requires_grad_(True)
-        self.masters = {
-            name: each if each.dtype == torch.float32 else each.detach().float().clone()
-            for name, each in self.parameters.items()
-        }
-        self._adds = None if vendor else Accumulating(decoder.weights, more)
-        self._trained = replace(self.decoder, operators=self._adds or self.operators, checkpoint=checkpoint)
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +128,24 @@ class Policy:
             for name, each in self.parameters.items()
         }
 
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Of gradients as `gradients` gives them."""
+        return norm_of(gradients.values())
+
+    def whole(self, name: str, shard: Tensor) -> Tensor:
+        """The whole of what the optimizer keeps for a parameter in this process."""
+        return shard
+
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """The opposite: what this process keeps."""
+        return full
+
+    def begin(self, passes: int) -> None:
+        """Told how many passes a step will have, before them."""
+
+    def finish(self) -> None:
+        """Told that a step's passes are made, before its gradients are asked for."""
+
     def publish(self) -> None:
         """Round the masters to the parameters, in place."""
         with torch.no_grad():
@@ -135,7 +161,7 @@ class Policy:
 
     def recompute(self, completions: Sequence[Completion], temperature: float, most: int) -> Recomputed:
         """As the function of that name, under the present weights."""
-        return recompute(self._trained, completions, temperature, most, value=self.value)
+        return recompute(self.decoder, completions, temperature, most, value=self.value)
 
     def record(self, calls: Calls) -> None:
         """Count what rollout and update ask of their operators from now on; bits stay as they are.
@@ -155,8 +181,28 @@ class Policy:
         return whole.hexdigest()
 
 
+def mastered(parameters: Mapping[str, Tensor], masters: bool) -> dict[str, Tensor]:
+    """What the optimizer moves, by name: float32 copies of parameters of 16 bits, or themselves."""
+    return {
+        name: each.detach().float().clone() if masters and each.dtype != torch.float32 else each
+        for name, each in parameters.items()
+    }
+
+
+class Evaluates(Protocol):
+    """What `evaluate` asks of a decoder."""
+
+    @property
+    def weights(self) -> ModelWeights: ...
+
+    @property
+    def operators(self) -> Operators: ...
+
+    def hidden(self, ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor: ...
+
+
 def evaluate(
-    model: Decoder,
+    model: Evaluates,
     completions: Sequence[Completion],
     temperature: float,
     *,
@@ -231,3 +277,26 @@ def frozen(decoder: Decoder) -> Decoder:
             head=copy(weights.head),
         ),
     )
+
+
+SQUARES = 1 << 16
+"""Numbers whose squares are added at once, in numpy's pairwise order; sums of these follow one another."""
+
+
+def norm_of(gradients: Iterable[Tensor]) -> float:
+    """Root of the sum of all squares, float64: on the host, in one order whatever the number of threads."""
+    parts: list[float | Tensor] = []
+    for each in gradients:
+        numbers = each.detach().flatten()
+        if numbers.is_cuda:
+            parts.append(numbers.double().square().sum())
+            continue
+        array = numbers.float().numpy()
+        for start in range(0, len(array), SQUARES):
+            parts.append(float(np.square(array[start : start + SQUARES], dtype=np.float64).sum()))
+    waiting = [each for each in parts if isinstance(each, Tensor)]
+    arrived = iter(torch.stack(waiting).tolist() if waiting else [])  # one wait for the device, not one each
+    total = 0.0
+    for part in parts:
+        total += next(arrived) if isinstance(part, Tensor) else part
+    return float(np.sqrt(total))

@@ -137,6 +137,10 @@ class Statistics:
     """Tokens drawn in steps without a piece of a prompt."""
     decode_seconds: float = 0.0
     """Of those steps."""
+    decode_steps: int = 0
+    """How many there were."""
+    decode_keys: int = 0
+    """Keys that they read in each layer, of all requests together."""
     drawn_tokens: int = 0
     """All tokens that were drawn."""
     batch_sizes: dict[int, int] = field(default_factory=dict)

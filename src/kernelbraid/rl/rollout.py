@@ -306,13 +306,15 @@ class Engine:
         device = self.decoder.weights.norm.device
         counts = [piece.end - piece.start for piece in pieces]
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        batch = Paged(
-            page_table(tables, len(tables), max(map(len, tables))).to(device),
-            starts.to(device),
-            torch.tensor(ends, dtype=torch.int32, device=device),
+        host = Paged(
+            page_table(tables, len(tables), max(map(len, tables))),
+            starts,
+            torch.tensor(ends, dtype=torch.int32),
             max(counts),
             max(ends),
         )
+        batch = host.to(device)
+        self.decoder.plan(self._cache, batch, host)
         hidden = self.decoder.rollout(torch.tensor(ids, dtype=torch.int32, device=device), self._cache, batch)
         last = [int(starts[b + 1]) - 1 for b, piece in enumerate(pieces) if piece.draws]
         hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
@@ -416,4 +418,6 @@ class Engine:
         else:
             counted.decode_tokens += drawn
             counted.decode_seconds += seconds
+            counted.decode_steps += 1
+            counted.decode_keys += sum(piece.end for piece in pieces)
             counted.batch_sizes[len(pieces)] = counted.batch_sizes.get(len(pieces), 0) + 1

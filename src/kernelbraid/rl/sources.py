@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernelbraid.models.config import ModelConfig
+from kernelbraid.models.config import ModelConfig, named
 from kernelbraid.models.load import drawn, load, to_state
 from kernelbraid.models.model import Decoder
 from kernelbraid.rl.config import Config, RandomModel
@@ -50,6 +50,10 @@ def read_source(config: Config, folder: Path) -> Source:
         made = _sizes(section.random, longest)
         weights = drawn(made, dtype=dtype, device=device, seed=section.random.seed)
         return Source(Decoder(made, weights, positions or longest), Characters(), (Characters.eos_token_id,))
+    if section.named is not None:
+        sizes = named(section.named)
+        weights = drawn(sizes, dtype=dtype, device=device, seed=config.seed)
+        return Source(Decoder(sizes, weights, positions or longest), Characters(), ())
     assert section.path is not None
     place = folder / section.path
     decoder = load(place, dtype=dtype, device=device, positions=positions)

@@ -9,6 +9,7 @@ interrupted, and with unified operators the arms `reuse` and `recompute` have th
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from kernelbraid.rl.requests import EngineSettings
 from kernelbraid.rl.reuse import Mode
 from kernelbraid.rl.rollout import Engine
 from kernelbraid.rl.sources import LAST, export, read_source
-from kernelbraid.rl.spot_check import Counters, OldLogprobs
+from kernelbraid.rl.spot_check import Counters, OldLogprobs, SpotCheck
 from kernelbraid.rl.tasks.chat import Encoder
 from kernelbraid.rl.tasks.feed import Feed
 from kernelbraid.rl.update import Step, Updater
@@ -72,12 +73,7 @@ class Trainer:
             on_long=section.on_long,
             shuffle=section.shuffle,
         )
-        self.policy = Policy(
-            self.source.decoder,
-            config.model.kernels,
-            value=config.algorithm == "ppo",
-            checkpoint=config.update.checkpoint_activations,
-        )
+        self.policy = self._policy()
         self.reference = None
         if config.kl.weight:
             self.reference = frozen(self.policy.decoder)
@@ -85,7 +81,7 @@ class Trainer:
         self.updater = Updater(
             self.policy,
             config,
-            reduce=group.add if group.world > 1 else None,
+            reduce=group.add if group.world > 1 and config.parallel == "replicated" else None,
             total=group.total if group.world > 1 else None,
             share=group.share,
         )
@@ -102,6 +98,19 @@ class Trainer:
         self.initial = self.policy.digest()
         self.checkpoints: Checkpoints | None = None
         self._resume(resume)
+
+    def _policy(self) -> Policy:
+        config = self.config
+        options: dict[str, Any] = {
+            "value": config.algorithm == "ppo",
+            "checkpoint": config.update.checkpoint_activations,
+            "masters": config.update.masters,
+        }
+        if config.parallel == "fsdp2":
+            from kernelbraid.rl.sharded import ShardedPolicy
+
+            return ShardedPolicy(self.source.decoder, config.model.kernels, group=self.group, **options)
+        return Policy(self.source.decoder, config.model.kernels, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +139,7 @@ class Trainer:
                 max_sequences=section.concurrent,
                 step_tokens=max(section.step_tokens, section.concurrent),
                 record=section.record,
-                end_tokens=self.source.ends,
+                end_tokens=() if section.ignore_end else self.source.ends,
                 seed=self.config.seed,
                 graphs=None if self.calls is None else False,  # a graph's calls would not be counted
             ),
@@ -197,6 +206,26 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """One rollout and its update; returns its row."""
         return self._step()
+
+    def switch(self, old: Old, *, check: SpotCheck | None = None, max_tokens: int | None = None) -> None:
+        """Take old log-probabilities from elsewhere from the next step on: for measurements.
+
+        Args:
+            old: from where.
+            check: how much is tested, where they are reused; the configuration's by default.
+            max_tokens: of a completion; the present number by default.
+        """
+        reuse = self.config.reuse
+        changed: dict[str, Any] = {
+            "reuse": reuse.model_copy(update={"old": old, "spot_check": check or reuse.spot_check})
+        }
+        if max_tokens is not None:
+            changed["sampling"] = replace(self.config.sampling, max_tokens=max_tokens)
+        self.config = self.updater.config = self.config.model_copy(update=changed)
+        mode = Mode.NEVER if old == Old.RECOMPUTE else reuse.mode
+        counters = self.old.counters
+        self.old = OldLogprobs(self.config.objective, mode, self.config.reuse.spot_check)
+        self.old.counters = counters
 
     def summary(self) -> dict[str, Any]:
         """What happened, as JSON can hold it."""
@@ -309,6 +338,8 @@ class Trainer:
                 raise
 
     def _save(self) -> None:
+        masters = {name: self.policy.whole(name, each.detach()) for name, each in self.policy.masters.items()}
+        optimizer = self.updater.state()
         if self.checkpoints is None:
             return
         self.checkpoints.save(
@@ -317,8 +348,8 @@ class Trainer:
                 "config": self._fixed(),
                 "bits": self.bits,
                 "initial": self.initial,
-                "masters": {name: each.detach() for name, each in self.policy.masters.items()},
-                "optimizer": self.updater.optimizer.state_dict(),
+                "masters": masters,
+                "optimizer": optimizer,
                 "steps": self.updater.steps,
                 "done": self.done,
                 "feed": self.feed.state(),
@@ -349,9 +380,9 @@ class Trainer:
         self.feed.restore(state["feed"])
         with torch.no_grad():
             for name, each in self.policy.masters.items():
-                each.copy_(state["masters"][name])
+                each.copy_(self.policy.part(name, state["masters"][name]))
         self.policy.publish()
-        self.updater.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.updater.load(state["optimizer"])
         self.updater.steps, self.done = int(state["steps"]), int(state["done"])
         self.rewards, self.tokens = list(state["rewards"]), int(state["tokens"])
         counters = dict(state["counters"])

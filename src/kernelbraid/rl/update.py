@@ -5,8 +5,9 @@ tokens follow from counts of the whole step, sums over tokens go on in token ord
 norm that gradients are clipped by is added on the host in one order.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,6 @@ from kernelbraid.rl.policy import Policy
 from kernelbraid.rl.records import RolloutBatch, pack
 from kernelbraid.rl.spot_check import check_first_minibatch
 from kernelbraid.rl.tasks.feed import order
-
-SQUARES = 1 << 16
-"""Numbers whose squares are added at once, in numpy's pairwise order; sums of these follow one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,27 @@ class Updater:
             betas=update.betas,
             weight_decay=update.weight_decay,
             foreach=False,
+            fused=policy.device.type == "cuda",
         )
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state, whole: the same in all processes, which all must ask."""
+        return self._state(self.optimizer.state_dict(), self.policy.whole)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take a state over, of which this process may keep a part."""
+        self.optimizer.load_state_dict(self._state(state, self.policy.part))
+
+    def _state(self, state: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+        names = list(self.policy.parameters)
+        found = {
+            i: {
+                key: change(names[i], each) if isinstance(each, Tensor) and each.dim() else each
+                for key, each in numbers.items()
+            }
+            for i, numbers in state["state"].items()
+        }
+        return {**state, "state": found}
 
     def run(self, prepared: Prepared) -> list[Step]:
         """All epochs and minibatches of a rollout batch.
@@ -118,18 +136,22 @@ class Updater:
         completions = [prepared.batch.completions[i] for i in mine]
         self.policy.zero_grad()
         value, clipped, largest = 0.0, 0, 0.0
-        for run in pieces.cut(completions, self.config.update.micro_batch_tokens):
-            places = [mine[i] for i in run]
-            if not any(lengths[i] for i in places):
-                continue
+        runs = [
+            [mine[i] for i in run] for run in pieces.cut(completions, self.config.update.micro_batch_tokens)
+        ]
+        runs = [places for places in runs if any(lengths[i] for i in places)]
+        self.policy.begin(len(runs))
+        for places in runs:
             loss = self._piece(prepared, places, step, value, first)
             value = float(loss.value.detach())
             loss.value.backward()  # type: ignore[no-untyped-call]
             clipped += int(loss.stats.clipped_low) + int(loss.stats.clipped_high)
             largest = max(largest, float(loss.stats.largest_log_ratio))
+        self.policy.finish()
         gradients = self.policy.gradients()
-        if self._reduce is not None and self._total is not None:
+        if self._reduce is not None:
             self._reduce(gradients)
+        if self._total is not None:
             value, clipped = self._total(value), int(self._total(clipped))
         norm = self._clip(gradients)
         if not np.isfinite(value) or not np.isfinite(norm):
@@ -189,7 +211,7 @@ class Updater:
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> float:
         """Scale gradients to the largest norm allowed; returns the norm before."""
-        norm = norm_of(gradients.values())
+        norm = self.policy.norm(gradients)
         most = self.config.update.max_grad_norm
         if most is not None and norm > most:
             for each in gradients.values():
@@ -202,23 +224,10 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = update.learning_rate * warm
         for name in self.policy.parameters:
-            self.policy.masters[name].grad = gradients[name]
+            master = self.policy.masters[name]
+            master.grad = gradients[name].to(master.dtype)
         self.optimizer.step()
         for name in self.policy.parameters:
             self.policy.masters[name].grad = None
         self.policy.publish()
         self.steps += 1
-
-
-def norm_of(gradients: Iterable[Tensor]) -> float:
-    """Root of the sum of all squares, float64: on the host, in one order whatever the number of threads."""
-    total = 0.0
-    for each in gradients:
-        numbers = each.detach().flatten()
-        if numbers.is_cuda:
-            total += float(numbers.double().square().sum())
-            continue
-        array = numbers.numpy()
-        for start in range(0, len(array), SQUARES):
-            total += float(np.square(array[start : start + SQUARES], dtype=np.float64).sum())
-    return float(np.sqrt(total))

@@ -27,6 +27,10 @@ class Characters:
         return {"input_ids": ids}
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens; the end is left out, or shown as a line's end."""
+        """The text of tokens; the end is left out, or shown as a line's end.
+
+        Models of a larger vocabulary draw tokens that are no character: they come again and again.
+        """
         end = "" if skip_special_tokens else "\n"
-        return "".join(chr(int(each) + FIRST - 1) if each else end for each in tokens)
+        ids = (int(each) if each < VOCABULARY else 1 + int(each) % (VOCABULARY - 1) for each in tokens)
+        return "".join(chr(each + FIRST - 1) if each else end for each in ids)
