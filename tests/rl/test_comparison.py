@@ -4,6 +4,7 @@ import io
 import json
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,11 @@ def test_other_bits_are_counted(tmp_path: Path) -> None:
     """The vendor's kernels are the broken arm: what they record is not what their update computes."""
     theirs = measure(job(tmp_path / "vendor", "vendor", "recompute", "detach"), lambda text: None)
     assert theirs["unequal"] > 0 and theirs["mismatch"] > 0 and set(theirs["arms"]) == {"recompute", "detach"}
-    ours = measure(job(tmp_path / "unified", "unified", "reuse"), lambda text: None)
-    assert ours["unequal"] == 0 == ours["mismatch"] and ours["compared"] > 0
+    given = replace(job(tmp_path / "unified", "unified", "reuse"), warmup=2, warmup_tokens=3)
+    ours = measure(given, lambda text: None)
+    assert ours["unequal"] == 0 == ours["mismatch"] and 0 < ours["compared"] <= 2 * 2 * 2 * 3
+    [step] = ours["arms"]["reuse"]
+    assert step["tokens"] > 2 * 2 * 3, "timed completions are as long as configured"
 
 
 @pytest.mark.usefixtures("here")
