@@ -129,6 +129,19 @@ def implementations(store: Store) -> list[Implementation]:
     return _implementations(store, select(Implementation))
 
 
+def hashes(store: Store) -> list[str]:
+    """Hash of every implementation, oldest first."""
+    with store.read() as session:
+        return list(session.scalars(select(Implementation.sha256).order_by(Implementation.seq)))
+
+
+def extent(store: Store) -> tuple[int, int]:
+    """The latest audit and the latest implementation, by `seq`: equal while neither was added."""
+    with store.read() as session:
+        audit = session.scalar(select(func.max(Audit.seq))) or 0
+        return audit, session.scalar(select(func.max(Implementation.seq))) or 0
+
+
 def verified(store: Store) -> list[Implementation]:
     """Branch points: accepted at `screen` or above and never rejected, oldest first."""
     return _members(store, VERIFIED)
@@ -336,6 +349,27 @@ def attempts(store: Store, parent: str | None = None) -> list[Attempt]:
         failed = _failed_requirements(session)
         rows = session.execute(wanted.order_by(Modification.id)).all()
     return [_attempt(change, opportunity, telling.get(change.child), failed) for change, opportunity in rows]
+
+
+def rejected_attempts(store: Store, most: int) -> list[Attempt]:
+    """The latest `most` of the `attempts` that an audit rejected, oldest first; reads no others."""
+    wanted = select(Modification, Opportunity).outerjoin(
+        Opportunity, Opportunity.id == Modification.opportunity
+    )
+    made = select(Modification.id, Modification.child).order_by(Modification.id)
+    with store.read() as session:
+        telling = _telling_audits(session)
+        rejected = {sha256 for sha256, (_, status, _) in telling.items() if status not in ACCEPTED}
+        latest = [key for key, child in session.execute(made) if child in rejected][-most:] if most else []
+        rows = session.execute(wanted.where(Modification.id.in_(latest)).order_by(Modification.id)).all()
+        failed = _failed_requirements(session)
+    return [_attempt(change, opportunity, telling[change.child], failed) for change, opportunity in rows]
+
+
+def outcomes(store: Store) -> dict[str, tuple[Status, str]]:
+    """Implementation -> status and reason of the audit that rejected it first, or else of its latest."""
+    with store.read() as session:
+        return {sha256: (status, reason) for sha256, (_, status, reason) in _telling_audits(session).items()}
 
 
 def _telling_audits(session: Session) -> dict[str, tuple[int, Status, str]]:

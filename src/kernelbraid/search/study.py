@@ -12,6 +12,7 @@ from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
 from kernelbraid.ir import proposing, query, replaying, schema, survey
+from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.held_out import shown
 from kernelbraid.ir.reading import evidence_after
@@ -221,7 +222,7 @@ class Study:
         The evidence is what proposers may read: without held-out workloads.
         """
         held_out = self.held_out
-        with self.store.read() as session:
+        with self.store.read() as session, kept_objects():
             new = evidence_after(session, self._seen)
             for _, found in new:
                 if held_out and found.level is Level.FULL:
