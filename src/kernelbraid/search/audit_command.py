@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kernelbraid.audit import jobs
+from kernelbraid.search.executors.fate import ends_with_its_parent
 
 PLACES = ("job", "results", "minutes")
 POLL_SECONDS = 0.2
@@ -106,6 +107,7 @@ class AuditCommand:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=ends_with_its_parent(),
         )
         try:
             while (code := process.poll()) is None:
