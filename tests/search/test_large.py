@@ -9,7 +9,7 @@ import pytest
 from tests.search.fake_audit import FakeAudits, Settings, new_study
 from tests.search.large import fill
 
-from kernelbraid.ir import query, survey
+from kernelbraid.ir import attempts, query, survey
 from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.evidence import ACCEPTED, Status
 from kernelbraid.ir.reading import evidence_after
@@ -42,26 +42,26 @@ def test_lists_in_bulk_say_what_the_records_say(tmp_path: Path) -> None:
     with new_study(tmp_path / "s", fake, audits=10, seed=5) as study:
         loop.run(study, KnobProposer(5), run_job=fake)
         store = study.store
-        implementations, attempts = query.implementations(store), query.attempts(store)
+        implementations, tried = query.implementations(store), attempts.attempts(store)
         assert query.hashes(store) == [each.sha256 for each in implementations]
         assert survey.labels(store) == [(each.sha256, each.label) for each in implementations]
         assert query.extent(store) == (query.audits(store)[-1].seq, implementations[-1].seq)
-        rejected = [each for each in attempts if each.status is not None and each.status not in ACCEPTED]
+        rejected = [each for each in tried if each.status is not None and each.status not in ACCEPTED]
         assert len(rejected) > 1, "this shows less"
         for most in (0, 1, 100):
             wanted = rejected[max(0, len(rejected) - most) :]
-            assert list(map(_told, query.rejected_attempts(store, most))) == list(map(_told, wanted))
-        outcomes = query.outcomes(store)
-        for each in attempts:
-            assert outcomes.get(each.modification.child) == (each.status, each.reason)
+            assert list(map(_told, attempts.rejected(store, most))) == list(map(_told, wanted))
+        endings = attempts.endings(store)
+        for each in tried:
+            assert endings.get(each.modification.child) == (each.status, each.reason)
         listed = {each["implementation"]: each for each in documents.implementations(store)}
-        for each in attempts:
+        for each in tried:
             row = listed[each.modification.child]
             assert row["parents"] == list(each.modification.parents) and row["reason"] == each.reason
             assert row["hypothesis"] == each.modification.hypothesis
 
 
-def _told(attempt: query.Attempt) -> tuple[object, ...]:
+def _told(attempt: attempts.Attempt) -> tuple[object, ...]:
     change = attempt.modification
     return change.id, change.parents, attempt.edit, attempt.status, attempt.reason, attempt.failed
 

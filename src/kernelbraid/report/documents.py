@@ -11,7 +11,7 @@ from kernelbraid import ops
 from kernelbraid.audit.beside import SideBySide
 from kernelbraid.audit.environment import fingerprint
 from kernelbraid.contract import Contract, KnobValue, Source
-from kernelbraid.ir import query, survey
+from kernelbraid.ir import attempts, query, survey
 from kernelbraid.ir.evidence import AuditEvidence
 from kernelbraid.ir.held_out import shown, shown_checks
 from kernelbraid.ir.store import Store
@@ -54,7 +54,7 @@ def implementations(store: Store) -> list[dict[str, Any]]:
         states = query.states(store)
         ratios = {objective.implementation: objective.ratio for objective in query.objectives(store)}
         changes = {change.child: change for change in survey.changes(store)}
-        outcomes = query.outcomes(store)
+        outcomes = attempts.endings(store)
         rows = []
         for sha256, label in survey.labels(store):
             change = changes.get(sha256)

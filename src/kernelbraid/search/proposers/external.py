@@ -14,7 +14,7 @@ from typing import Any
 
 from kernelbraid.audit import jobs
 from kernelbraid.contract import Source
-from kernelbraid.ir import query
+from kernelbraid.ir import attempts, query
 from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.evidence import AuditEvidence
 from kernelbraid.ir.held_out import shown, shown_checks
@@ -63,7 +63,7 @@ def outlook(study: Study, most: int = 10) -> dict[str, Any]:
             "incumbent": study.incumbent,
             "parents": [_standing(each) for each in standings[:most]],
             "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
-            "failures": [_failure(each) for each in query.rejected_attempts(study.store, most)],
+            "failures": [_failure(each) for each in attempts.rejected(study.store, most)],
             "pending": [each.implementation for each in study.store.pending()],
             "budget": _budget(study),
         }
@@ -331,7 +331,7 @@ def _opportunity(opportunity: Opportunity, expected: float | None) -> dict[str, 
     }
 
 
-def _failure(attempt: query.Attempt) -> dict[str, Any]:
+def _failure(attempt: attempts.Attempt) -> dict[str, Any]:
     assert attempt.status is not None
     return {
         "implementation": attempt.modification.child,
