@@ -325,7 +325,7 @@ def test_a_late_thread_is_frozen(make: MakeWorker) -> None:
     late = """
     import threading, time
     def later(out=out):
-        time.sleep(0.05)
+        time.sleep(30)
         out[...] = 7
     threading.Thread(target=later).start()
     return
@@ -334,8 +334,11 @@ def test_a_late_thread_is_frozen(make: MakeWorker) -> None:
     worker.build()
     loaded = worker.load(toy.small_program())
     worker.run(loaded)
-    assert np.isnan(worker.outputs(loaded)["out"]).all()
-    time.sleep(0.2)
+    states = [
+        (task / "stat").read_text().rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{worker.pid}/task").iterdir()
+    ]
+    assert len(states) >= 2 and set(states) == {"T"}, "a thread runs on"
     assert np.isnan(worker.outputs(loaded)["out"]).all()
 
 
