@@ -224,8 +224,17 @@ def _below(root: psutil.Process, *words: str) -> list[psutil.Process]:
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
     """Whether processes ended within so many seconds; those that have not are killed."""
-    _, left = psutil.wait_procs(processes, timeout=seconds)
+    deadline = time.monotonic() + seconds
+    while (left := list(filter(_alive, processes))) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for each in left:
         with suppress(psutil.Error):
             each.kill()
     return not left
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether it runs: one that has ended may wait for long to be reaped by whoever inherited it."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
