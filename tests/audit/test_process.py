@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.audit import toy
+from tests.audit.left import no_process_left
 
 from kernelbraid.audit.confined import MARK
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure, _begin_with
@@ -37,10 +38,10 @@ def make(tmp_path: Path) -> MakeWorker:
         workers.append(worker)
         return worker
 
-    yield start
-    for worker in workers:
-        worker.kill()
-    assert not psutil.Process().children(), "a test left processes behind"
+    with no_process_left():
+        yield start
+        for worker in workers:
+            worker.kill()
     assert not list((tmp_path / "scratch").iterdir()), "a worker left its folder behind"
 
 

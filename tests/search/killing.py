@@ -103,8 +103,7 @@ class Search:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            said = self._output.read_text(errors="replace")[-2000:]
-            raise AssertionError(f"the search hangs, {seconds:.0f} s after the kill: {said}") from None
+            raise AssertionError(f"the search hangs, {seconds:.0f} s after the kill: {self.said()}") from None
         finally:
             self._process.wait()
             self._ended()
@@ -120,7 +119,17 @@ class Search:
             self.start()
             if self.wait(LAST_SECONDS) == 0:
                 return
-        raise AssertionError(f"the search does not end: {self._output.read_text(errors='replace')[-2000:]}")
+        raise AssertionError(f"the search does not end: {self.said()}")
+
+    def ended(self) -> int | None:
+        """Exit code of the controller; None while it runs."""
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            self._ended()
+        return code
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")[-2000:]
 
     def check(self) -> None:
         """Nothing that was recorded is gone, nothing is there twice, and sums are those of the parts."""
