@@ -8,7 +8,7 @@ import psutil
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """Whatever the block starts ends with it; what ran before, such as Python's resource tracker, may stay."""
+    """Whatever the block starts ends with it; what ran before may stay: Python's resource tracker."""
     before = set(psutil.Process().children())
     yield
     assert not set(psutil.Process().children()) - before, "processes were left behind"
