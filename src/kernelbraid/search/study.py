@@ -396,6 +396,22 @@ def chosen_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload
     return tuple(found.values())
 
 
+def some_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload, ...]:
+    """Return those workloads of the operator's grid `study` that are named, or whose phase is.
+
+    Raises:
+        ValueError: a name is neither.
+    """
+    grid = operator.grids["study"]
+    for name in names:
+        if not any(name in (each.name, each.phase) for each in grid):
+            phases = ", ".join(dict.fromkeys(each.phase for each in grid))
+            raise ValueError(
+                f"workload must be a phase of {operator.name} ({phases}) or one of its workloads, got {name!r}"
+            )
+    return tuple(each for each in grid if each.name in names or each.phase in names)
+
+
 def _root(operator: Operator, device: str, root: Source | Path | None) -> Source:
     if root is None:
         return ops.source(operator)
