@@ -129,7 +129,7 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app, ["ablate", "attention", "--folder", str(tmp_path), "--audits", "1", "--workload", "update2"]
     )
-    assert result.exit_code == 2 and "workload must be a phase of attention (prefill, chunked_prefill" in result.stderr
+    assert result.exit_code == 2 and "must be one of attention or a phase (prefill, chunked_" in result.stderr
 
 
 def test_a_plan_times_the_workloads_that_are_named(tmp_path: Path) -> None:

@@ -406,9 +406,7 @@ def some_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload, 
     for name in names:
         if not any(name in (each.name, each.phase) for each in grid):
             phases = ", ".join(dict.fromkeys(each.phase for each in grid))
-            raise ValueError(
-                f"workload must be a phase of {operator.name} ({phases}) or one of its workloads, got {name!r}"
-            )
+            raise ValueError(f"workload must be one of {operator.name} or a phase ({phases}), got {name!r}")
     return tuple(each for each in grid if each.name in names or each.phase in names)
 
 
