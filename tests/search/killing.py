@@ -1,7 +1,7 @@
 """A study whose search is killed: what is searched, who can be killed, and what the records have to say.
 
-The root does its work four times, so that a candidate is promoted whatever the noise; candidates are recorded
-proposals, so that a search that goes on audits the same ones as a search that nobody disturbs.
+The root does its work sixteen times, so that a candidate is promoted whatever the noise; candidates are
+recorded proposals, so that a search that goes on audits the same ones as a search that nobody disturbs.
 """
 
 import itertools
@@ -35,13 +35,13 @@ GRACE_SECONDS = 60.0
 LAST_SECONDS = 300.0
 """Time that it takes at most to go on to its end undisturbed."""
 
-FOUR_TIMES = """
+SIXTEEN_TIMES = """
 
 _once = rms_norm
 
 
 def rms_norm(*arguments, **named):
-    for _ in range(3):
+    for _ in range(15):
         _once(*arguments, **named)
     return _once(*arguments, **named)
 """
@@ -50,7 +50,7 @@ def rms_norm(*arguments, **named):
 def new_study(folder: Path) -> None:
     """A study of one small workload and AUDITS candidates, all made from the root."""
     shipped = ops.source(OPERATOR)
-    root = Source(shipped.text + FOUR_TIMES, label="four_times.py")
+    root = Source(shipped.text + SIXTEEN_TIMES, label="sixteen_times.py")
     knobs = edits.declared(shipped, OPERATOR.contract)
     settings = list(itertools.product(*(knob.choices for knob in knobs)))[:AUDITS]
     assert len(settings) == AUDITS
@@ -59,7 +59,7 @@ def new_study(folder: Path) -> None:
         edit = {knob.name: value for knob, value in zip(knobs, values, strict=True)}
         made = edits.apply(shipped, edit, OPERATOR.contract, label=str(edit))
         proposals.append(Recorded(made, (root.sha256,), "less work", (), (), "", (), "", "test"))
-    workload = next(each for each in OPERATOR.grids["study"] if each.phase == "decode")
+    workload = next(each for each in OPERATOR.grids["study"] if each.phase == "prefill")
     Study.create(
         folder, OPERATOR, root, workloads=[workload], audits=AUDITS, proposer="replay", replay=proposals
     ).close()
@@ -165,7 +165,7 @@ def outcome(folder: Path) -> dict[str, str]:
         assert study.budget.audited == AUDITS
         left = [*(folder / "jobs").iterdir(), *(folder / "results").iterdir()]
         assert not left, "a job was left behind"
-        assert study.incumbent != study.root, "a candidate does a quarter of the work"
+        assert study.incumbent != study.root, "a candidate does a sixteenth of the work"
         granted = query.promotions(study.store, granted=True)
         for each in granted:
             full = query.evidence(study.store, each.full_audit or "")
