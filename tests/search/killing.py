@@ -205,7 +205,7 @@ def audit_run(root: psutil.Process) -> list[psutil.Process]:
 
 def worker(root: psutil.Process) -> list[psutil.Process]:
     """Processes that run a source."""
-    return _below(root, "worker.py")
+    return _below(root, "audit/worker.py")
 
 
 def cluster_worker(root: psutil.Process) -> list[psutil.Process]:

@@ -99,7 +99,7 @@ def _audits(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return "worker.py" in line or "audit run" in line
+    return "audit/worker.py" in line or "audit run" in line
 
 
 def test_eighteen_kills_of_a_search_here(tmp_path: Path, calm: dict[str, str]) -> None:
