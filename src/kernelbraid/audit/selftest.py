@@ -334,9 +334,9 @@ class _Selftest:
             here += not known
             if not known:
                 left = (time.monotonic() - started) / here * (count - number - 1)
+                about = f"{left / 60:.0f} min" if left > 99 else f"{left:.0f} s"
                 self._tell(
-                    f"trial {number + 1} of {count}: {proven} proven once, {promoted} promoted, "
-                    f"about {left / 60:.0f} min left"
+                    f"trial {number + 1} of {count}: {proven} proven once, {promoted} promoted, {about} left"
                 )
         return {
             "trials": count - failed,
