@@ -104,6 +104,8 @@ def test_what_an_honest_audit_holds(found: dict[str, AuditEvidence]) -> None:
     assert held == {requirement.id for requirement in toy_cuda.SUMS.contract.requirements}
     assert evidence.environment.architecture.startswith("sm_") and evidence.environment.flops > 1e12
     assert all(kernel.startswith("sums_kernel(") for kernel in evidence.specialisations)
+    assert {each.workload for each in evidence.launches} == {e.workload for e in evidence.measurements}
+    assert {(each.kernel, each.count) for each in evidence.launches} == {("sums_kernel", 1.0)}
     for each in evidence.measurements:
         assert each.protocol == "cold" and len(each.candidate_ms) == 3
         ratios = [mine / root for mine, root in zip(each.candidate_ms, each.root_ms, strict=True)]

@@ -112,6 +112,20 @@ def test_an_honest_worker_builds_and_computes(make: MakeWorker) -> None:
     assert kernel.startswith("sums_kernel(x: *fp32, ") and "BLOCK=16" in kernel and "warps=1" in kernel
 
 
+def test_launches_are_those_of_the_captured_calls(make: MakeWorker) -> None:
+    from kernelbraid.audit.device import driver
+
+    worker = make(toy_cuda.root())
+    worker.build()
+    program = toy.small_program()
+    assert worker.launches(worker.load(program)) == ()
+    for repeats in (1, 6, 512):
+        ((name, count, blocks, threads, resident),) = worker.launches(worker.load(program, capture=repeats))
+        assert (name, count, blocks, threads) == ("sums_kernel", 1.0, 2, 32)
+        assert resident % driver().multiprocessors() == 0
+        assert 1 <= resident // driver().multiprocessors() <= 32
+
+
 def test_a_loaded_program_runs_eagerly_and_as_a_graph(make: MakeWorker) -> None:
     worker = make(toy_cuda.root())
     worker.build()

@@ -9,6 +9,7 @@ from kernelbraid.ir.evidence import (
     AuditEvidence,
     Difference,
     Environment,
+    Launch,
     Level,
     Measurement,
     Status,
@@ -113,6 +114,7 @@ def answer(
         harness=HARNESS,
         output="compiled\n",
         started=1.75e9,
+        launches=(Launch("decode", "attend", 1.5, 264, 128, 132),) if accepted else (),
     )
     return replace(evidence, **changes)  # type: ignore[arg-type]
 

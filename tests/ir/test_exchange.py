@@ -95,7 +95,7 @@ def test_an_export_is_plain_json_lines(store: Store, tmp_path: Path) -> None:
         json.loads(line, parse_constant=refuse) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()
     ]
     kinds = {entry["record"] for entry in entries if "record" in entry}
-    assert len(kinds) == 21
+    assert len(kinds) == 22
     assert entries[-1]["end"]["lines"] == len(entries) - 1
 
 

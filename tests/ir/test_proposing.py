@@ -83,7 +83,7 @@ def test_they_travel_with_the_study(store: Store, tmp_path: Path) -> None:
 def test_an_export_of_the_first_layout_is_read(store: Store, tmp_path: Path) -> None:
     export_study(store, tmp_path / "export")
     first, *lines = (tmp_path / "export").read_bytes().splitlines(keepends=True)
-    lines = [first.replace(b'"schema":3', b'"schema":1'), *lines[:-1]]
+    lines = [first.replace(b'"schema":4', b'"schema":1'), *lines[:-1]]
     end = {"end": {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}}
     (tmp_path / "older").write_bytes(b"".join(lines) + json.dumps(end).encode() + b"\n")
     with import_study(tmp_path / "older", tmp_path / "copy") as copy:

@@ -18,6 +18,7 @@ from kernelbraid.ir.evidence import (
     Certificate,
     Difference,
     Environment,
+    Launch,
     Level,
     Measurement,
     Status,
@@ -66,6 +67,17 @@ environments = st.builds(
 )
 
 
+launches = st.builds(
+    Launch,
+    workload=words,
+    kernel=words,
+    count=amounts,
+    blocks=st.integers(0, 1 << 31),
+    threads=st.integers(1, 1024),
+    resident=st.integers(0, 1 << 20),
+)
+
+
 @st.composite
 def evidences(draw: st.DrawFn) -> AuditEvidence:
     status = draw(st.sampled_from(list(Status)))
@@ -92,6 +104,7 @@ def evidences(draw: st.DrawFn) -> AuditEvidence:
         harness=draw(words),
         output=draw(words),
         started=draw(amounts),
+        launches=tuple(draw(st.lists(launches, max_size=2))) if accepted else (),
     )
 
 

@@ -10,7 +10,7 @@ from tests.search.fake_audit import FakeAudits, Settings
 
 from kernelbraid.contract import Source
 from kernelbraid.ir import query
-from kernelbraid.ir.evidence import Status
+from kernelbraid.ir.evidence import Launch, Status
 from kernelbraid.search import loop, opportunities
 from kernelbraid.search.opportunities import CompiledKernel
 from kernelbraid.search.proposers import external
@@ -131,6 +131,30 @@ def test_spills_and_low_occupancy_are_suggested(tmp_path: Path) -> None:
         found = {each.mechanism: each.rationale for each in opportunities.compiled_kernels(study, standing)}
     assert set(found) == {"fwd without spills", "more programs of merge on a multiprocessor"}
     assert "let 2 run at a time: 12% of its threads" in found["more programs of merge on a multiprocessor"]
+
+
+def test_launches_and_unfilled_waves_are_suggested(tmp_path: Path) -> None:
+    fake = FakeAudits()
+    with searched(tmp_path / "study", fake, audits=1) as study:
+        standing = study.standings()[study.root]
+        ms = {each.workload: each.candidate_ms[0] for each in standing.evidence.measurements}
+        small, large, *_ = sorted(ms, key=lambda name: ms[name])
+        made = (
+            Launch(small, "chunks", 400.0, 132, 128, 264),
+            Launch(small, "merge", 1.0, 132, 128, 132),
+            Launch(large, "forward", 1.0, 140, 256, 132),
+            Launch("another", "copy", 900.0, 1, 32, 4224),
+        )
+        standing = replace(standing, evidence=replace(standing.evidence, launches=made))
+        found = {each.mechanism: each for each in opportunities.launches(study, standing)}
+    wanted = {
+        f"fewer launches in {small}": "launches 401 kernels (chunks, merge)",
+        f"blocks of chunks that fill the device in {small}": "0.50 waves: 50% of",
+        f"blocks of forward that fill the device in {large}": "1.06 waves: 47% of",
+    }
+    assert set(found) == set(wanted)
+    for mechanism, text in wanted.items():
+        assert text in found[mechanism].rationale and found[mechanism].parents == (standing.sha256,)
 
 
 def test_sources_without_knobs_are_analysed_too(tmp_path: Path) -> None:

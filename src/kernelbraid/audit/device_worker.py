@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +91,20 @@ class DeviceSlot(worker_file.Slot):
     def capture(self, repeats: int) -> None:
         """Capture all calls, for `repeats` times over; all were made before, so that all is compiled."""
         inside = repeats_of_a_graph(len(self.calls), repeats)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             super().run(0, len(self.calls), inside, _no_clock)
+        graph.instantiate()
         self.graph, self.replays = graph, repeats // inside
         self.captured = (0, len(self.calls), repeats)
+
+    def launches(self, driver: driver_file.Driver) -> list[tuple[str, float, int, int, int]]:
+        """As of `Driver.launches`, with how many a call makes on average after the name."""
+        if self.graph is None:
+            return []
+        counted = Counter(driver.launches(self.graph.raw_cuda_graph()))
+        calls = len(self.calls) * self.captured[2] // self.replays
+        return [(each[0], count / calls, *each[1:]) for each, count in sorted(counted.items())]
 
 
 def repeats_of_a_graph(calls: int, repeats: int) -> int:
@@ -152,6 +162,10 @@ class DeviceWorker(worker_file.Worker):
             except Exception as error:
                 raise worker_file.RequestError("capture", error) from error
         return reply
+
+    def do_launches(self, message: Message, descriptors: list[int]) -> Message:
+        """What a call of a loaded program launches, where its calls were captured."""
+        return {"launches": self.slots[message["slot"]].launches(self._driver)}
 
     def do_specialisations(self, message: Message, descriptors: list[int]) -> Message:
         """Compiled specialisations of the module's functions, Triton's among them."""

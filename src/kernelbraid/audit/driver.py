@@ -6,6 +6,7 @@ imports nothing else of this package, so that a worker may load it by its path.
 """
 
 import ctypes
+import math
 from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -16,10 +17,26 @@ _LAZY_PEER_ACCESS = 1
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76
 _MULTIPROCESSORS = 16
 _CACHE_BYTES = 38
+_KERNEL_NODE = 0
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("bytes", c_char * 64),)
+
+
+class _KernelNode(ctypes.Structure):
+    """`CUDA_KERNEL_NODE_PARAMS_v2`: a launch in a graph."""
+
+    _fields_ = (
+        ("function", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("parameters", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    )
 
 
 class Driver:
@@ -96,6 +113,40 @@ class Driver:
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
+
+    def launches(self, graph: int) -> list[tuple[str, int, int, int]]:
+        """Kernels that a captured graph launches, in no stated order.
+
+        Args:
+            graph: handle of a graph that was not destroyed.
+
+        Returns:
+            Of each launch the kernel's name, its blocks, the threads of a block, and how many blocks the
+            device holds at a time.
+        """
+        self._enter()
+        count = c_size_t()
+        self._call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
+        nodes = (c_void_p * max(1, count.value))()
+        self._call("cuGraphGetNodes", c_void_p(graph), nodes, byref(count))
+        found = []
+        for node in map(c_void_p, nodes[: count.value]):
+            kind = c_int()
+            self._call("cuGraphNodeGetType", node, byref(kind))
+            if kind.value != _KERNEL_NODE:
+                continue
+            launch, name, fit = _KernelNode(), ctypes.c_char_p(), c_int()
+            self._call("cuGraphKernelNodeGetParams_v2", node, byref(launch))
+            function = c_void_p(launch.function)
+            if not function:
+                self._call("cuKernelGetFunction", byref(function), c_void_p(launch.kernel))
+            self._call("cuFuncGetName", byref(name), function)
+            threads = math.prod(launch.block)
+            occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+            self._call(occupancy, byref(fit), function, c_int(threads), c_size_t(launch.shared))
+            called = (name.value or b"?").decode(errors="replace")
+            found.append((called, math.prod(launch.grid), threads, fit.value * self.multiprocessors()))
+        return found
 
     def _attribute(self, number: int) -> int:
         found = c_int()

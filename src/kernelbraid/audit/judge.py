@@ -419,7 +419,7 @@ class Judge:
         if together:
             twin.begin()
         rounds.begin()
-        found.specialisations = warm_specialisations(found.built.worker, programs)
+        found.specialisations, found.launches = warm_specialisations(found.built.worker, programs)
         if together:
             twin()
         to_beat = 1.0 if candidate.level is Level.FULL else self._to_beat

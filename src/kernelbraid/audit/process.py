@@ -330,6 +330,22 @@ class Worker(Confined):
             raise self.fail(Status.TAMPERED, "the worker's list of specialisations is malformed")
         return tuple(found)
 
+    def launches(self, loaded: LoadedProgram) -> tuple[tuple[str, float, int, int, int], ...]:
+        """What one call of a program with captured calls launches, on average over its calls.
+
+        Returns:
+            Of each kernel its name, launches a call, blocks of a launch, threads of a block, and how many
+            blocks the device holds at a time; nothing on a device without graphs.
+        """
+        self._ask("launches", {"slot": loaded.slot}, seconds=self.limits.run_seconds)
+        try:
+            return tuple(
+                (str(name), float(count), int(blocks), int(threads), int(resident))
+                for name, count, blocks, threads, resident in self.finish()["launches"]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.fail(Status.TAMPERED, "the worker's list of launches is malformed") from error
+
     def finish(self) -> dict[str, Any]:
         """Wait for the answer; the process stands still when this returns."""
         reply = super().finish()

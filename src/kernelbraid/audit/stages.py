@@ -27,7 +27,7 @@ from kernelbraid.audit.pools import Machine, TimedProgram
 from kernelbraid.audit.process import BuildReport, Worker, WorkerFailure
 from kernelbraid.audit.timing import Sequential, Step, bound, smallest_gain, totals
 from kernelbraid.contract import Regime, Source, content_hash
-from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Environment, Measurement, Status, Verdict
+from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Environment, Launch, Measurement, Status, Verdict
 from kernelbraid.ops.problem import Array, Layout, Operator, ProblemShape, Program
 
 MARGIN = 1.2
@@ -79,6 +79,7 @@ class Findings:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     measurements: tuple[Measurement, ...] = ()
     specialisations: tuple[str, ...] = ()
+    launches: tuple[Launch, ...] = ()
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
     def evidence(self, job: AuditJob, candidate: Candidate, environment: Environment) -> AuditEvidence:
@@ -97,6 +98,7 @@ class Findings:
             verdicts=tuple(self.verdicts.values()),
             measurements=self.measurements if self.status in ACCEPTED else (),
             specialisations=self.specialisations,
+            launches=self.launches if self.status in ACCEPTED else (),
             seconds=tuple(self.seconds),
             seed=self.seed,
             environment=environment,
@@ -258,16 +260,20 @@ def _failed(requirement: str, verdict: Verdict) -> str:
     return f"{requirement} does not hold: {found.place}: {found.left} is not {found.right}"
 
 
-def warm_specialisations(worker: Worker, programs: Sequence[TimedProgram]) -> tuple[str, ...]:
-    """Let the checks' process call every timed program, and list what it has compiled by then.
+def warm_specialisations(
+    worker: Worker, programs: Sequence[TimedProgram]
+) -> tuple[tuple[str, ...], tuple[Launch, ...]]:
+    """Let the checks' process call every timed program; list what it has compiled by then, and launches.
 
     Once each; where calls are captured in graphs, all of them, since addresses may decide what is compiled.
     """
+    launches: list[Launch] = []
     for program in programs:
         loaded = worker.begin_load(program.program, program.inputs, calls=1, capture=program.repeats)
         worker.finish()
+        launches += (Launch(program.workload.name, *each) for each in worker.launches(loaded))
         worker.drop(loaded)
-    return worker.specialisations()
+    return worker.specialisations(), tuple(launches)
 
 
 @dataclass(frozen=True, slots=True)

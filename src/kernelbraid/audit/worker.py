@@ -170,6 +170,10 @@ class Worker:
         slot = self.slots[message["slot"]]
         return {"elapsed": slot.run(message["first"], message["count"], message["repeats"], self.clock)}
 
+    def do_launches(self, message: Message, _: list[int]) -> Message:
+        """What a call of a loaded program launches on a device: nothing here."""
+        return {"launches": []}
+
     def do_specialisations(self, _: Message, __: list[int]) -> Message:
         """Compiled specialisations of the module's functions, wherever they are kept."""
         found = set()

@@ -107,6 +107,27 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel that one call of a timed workload launches on a device."""
+
+    workload: str
+    kernel: str
+    count: float
+    """Launches a call, on average."""
+    blocks: int
+    """Thread blocks of a launch."""
+    threads: int
+    """Of a block."""
+    resident: int
+    """Blocks that the device holds at a time."""
+
+    @property
+    def waves(self) -> float:
+        """How often the device is filled by a launch."""
+        return self.blocks / max(1, self.resident)
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """Fingerprint of the machine and the software an audit ran on."""
 
@@ -159,6 +180,8 @@ class AuditEvidence:
     """What the worker printed, capped."""
     started: float = 0.0
     """Unix time, seconds."""
+    launches: tuple[Launch, ...] = ()
+    """What a call of each timed workload launches; empty where the device has no graphs."""
 
     def __post_init__(self) -> None:
         if self.measurements and (self.status not in ACCEPTED or not all(v.held for v in self.verdicts)):
@@ -188,6 +211,7 @@ class AuditEvidence:
                     "specialisations": tuple(data["specialisations"]),
                     "verdicts": tuple(verdict_from_json(item) for item in data["verdicts"]),
                     "measurements": tuple(_measurement(item) for item in data["measurements"]),
+                    "launches": tuple(Launch(**item) for item in data.get("launches", ())),
                     "environment": environment_from_json(data["environment"]),
                 }
             )

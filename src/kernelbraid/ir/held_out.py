@@ -51,6 +51,7 @@ def shown(evidence: AuditEvidence, held_out: Set[str]) -> AuditEvidence:
         measurements=tuple(each for each in evidence.measurements if each.workload not in held_out),
         reason=shown_reason(evidence.level, evidence.status, evidence.reason, held, held_out),
         specialisations=(),
+        launches=tuple(each for each in evidence.launches if each.workload not in held_out),
         output="",
     )
 

@@ -12,11 +12,12 @@ from sqlalchemy import String, select, type_coerce
 from sqlalchemy.orm import Session
 
 from kernelbraid.ir.columns import DIFFERENCE, ENVIRONMENT, PAIRS, TEXTS, Json
-from kernelbraid.ir.evidence import AuditEvidence, Measurement, Verdict
-from kernelbraid.ir.schema import Audit, AuditMeasurement, AuditVerdict
+from kernelbraid.ir.evidence import AuditEvidence, Launch, Measurement, Verdict
+from kernelbraid.ir.schema import Audit, AuditLaunch, AuditMeasurement, AuditVerdict
 
 _verdict = AuditVerdict.__table__.c
 _measured = AuditMeasurement.__table__.c
+_launched = AuditLaunch.__table__.c
 
 
 class _Parser:
@@ -47,6 +48,7 @@ def evidence_after(session: Session, seq: int) -> list[tuple[int, AuditEvidence]
     if not rows:
         return []
     verdicts, measurements = _verdicts(session, seq), _measurements(session, seq)
+    launches = _launches(session, seq)
     pairs, names, environments = _Parser(PAIRS), _Parser(TEXTS), _Parser(ENVIRONMENT)
     found = []
     for row in rows:
@@ -65,6 +67,7 @@ def evidence_after(session: Session, seq: int) -> list[tuple[int, AuditEvidence]
             verdicts=tuple(verdicts.get(number, ())),
             measurements=tuple(measurements.get(number, ())),
             specialisations=names(specialisations),
+            launches=tuple(launches.get(number, ())),
             seconds=pairs(seconds),
             seed=seed,
             environment=environments(environment),
@@ -113,6 +116,15 @@ def _measurements(session: Session, seq: int) -> dict[int, list[Measurement]]:
             workload, phase, weight, limit, protocol, candidate, root, incumbent, calls, bound
         )
         found.setdefault(audit, []).append(measurement)
+    return found
+
+
+def _launches(session: Session, seq: int) -> dict[int, list[Launch]]:
+    columns = (_launched[name] for name in ("workload", "kernel", "count", "blocks", "threads", "resident"))
+    wanted = select(_launched.audit, *columns).where(_launched.audit > seq)
+    found: dict[int, list[Launch]] = {}
+    for audit, *stated in session.execute(wanted.order_by(_launched.audit, _launched.position)):
+        found.setdefault(audit, []).append(Launch(*stated))
     return found
 
 

@@ -41,13 +41,14 @@ from kernelbraid.ir.evidence import (
     ACCEPTED,
     AuditEvidence,
     Environment,
+    Launch,
     Level,
     Measurement,
     Status,
     Verdict,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x4B424944
 """Written into the header of every study database, so that a foreign SQLite file is recognised."""
 
@@ -239,6 +240,22 @@ class AuditMeasurement(Record):
     )
 
 
+class AuditLaunch(Record):
+    """One kernel that a call of a timed workload launches."""
+
+    __tablename__ = "launch"
+    audit: Mapped[int] = mapped_column(ForeignKey("audit.seq"), primary_key=True, init=False)
+    position: Mapped[int] = mapped_column(primary_key=True)
+    launch: Mapped[Launch] = composite(
+        mapped_column("workload"),
+        mapped_column("kernel"),
+        mapped_column("count"),
+        mapped_column("blocks"),
+        mapped_column("threads"),
+        mapped_column("resident"),
+    )
+
+
 class Audit(Record):
     """What one audit found: with its verdicts and measurements, the evidence that was recorded."""
 
@@ -279,6 +296,9 @@ class Audit(Record):
     measurements: Mapped[list[AuditMeasurement]] = relationship(
         lazy="selectin", order_by=AuditMeasurement.position, default_factory=list
     )
+    launches: Mapped[list[AuditLaunch]] = relationship(
+        lazy="selectin", order_by=AuditLaunch.position, default_factory=list
+    )
 
     @property
     def accepted(self) -> bool:
@@ -299,6 +319,7 @@ class Audit(Record):
             verdicts=tuple(row.verdict for row in self.verdicts),
             measurements=tuple(row.measurement for row in self.measurements),
             specialisations=self.specialisations,
+            launches=tuple(row.launch for row in self.launches),
             seconds=self.seconds,
             seed=self.seed,
             environment=self.environment,
@@ -529,6 +550,7 @@ class ProposerAttempt(Record):
 ADDED: dict[int, tuple[type[Record], ...]] = {
     2: (AuditInterruption, Prompt, ModelSettings, ModelCall, ModelAnswer, ProposerAttempt),
     3: (HeldOut, RecordedProposal),
+    4: (AuditLaunch,),
 }
 """Layout -> the tables that it added to the one before."""
 

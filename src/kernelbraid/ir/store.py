@@ -48,6 +48,7 @@ from kernelbraid.ir.invariants import (
 )
 from kernelbraid.ir.schema import (
     Audit,
+    AuditLaunch,
     AuditMeasurement,
     AuditRequest,
     AuditVerdict,
@@ -594,4 +595,5 @@ def _audit(evidence: AuditEvidence, log: str | None) -> Audit:
         log=log,
         started=evidence.started,
         verdicts=[AuditVerdict(position=i, verdict=verdict) for i, verdict in enumerate(evidence.verdicts)],
+        launches=[AuditLaunch(position=i, launch=launch) for i, launch in enumerate(evidence.launches)],
     )

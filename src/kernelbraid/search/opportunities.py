@@ -15,7 +15,7 @@ from sqlalchemy import select
 from kernelbraid.audit.timing import within_limits
 from kernelbraid.contract import KnobValue
 from kernelbraid.ir import query
-from kernelbraid.ir.evidence import Status
+from kernelbraid.ir.evidence import Launch, Measurement, Status
 from kernelbraid.ir.schema import Opportunity
 from kernelbraid.ops.installed import home
 from kernelbraid.search import sass
@@ -35,6 +35,8 @@ DOMINATES = 0.5
 GAINED = 0.01
 """A move of a knob that lowered the aggregate by this much (natural log) suggests to go on."""
 LOW_OCCUPANCY = 0.25
+LAUNCH_MS = 0.002
+"""What one more launch of a graph costs at least: its start and the wait for the kernel before."""
 NARROW = 0.5
 """Share of a kernel's loads from global memory that are narrower than 64 bits a thread."""
 THREADS, REGISTERS, SHARED = 2048, 65536, 228 << 10
@@ -94,7 +96,7 @@ def _found(study: Study, standings: Mapping[str, Standing]) -> Iterator[Finding]
     always = (study.root, study.incumbent)
     points += [each for each in timed if each.sha256 in always and each not in points]
     for point in points:
-        for analyse in (to_the_bound, dominating_regime, knobs_at_an_edge, compiled_kernels, machine_code):
+        for analyse in ANALYSERS:
             yield from analyse(study, point)
     for each in timed:
         yield from held_back_by_limits(study, each)
@@ -266,6 +268,50 @@ def _of_instructions(point: Standing, kernel: "CompiledKernel", mix: sass.Mix) -
             f"thread: {widths}",
             (),
         )
+
+
+def launches(study: Study, point: Standing) -> Iterator[Finding]:
+    """Workloads in which starting kernels, or a wave of blocks that fills the device in part, costs much."""
+    for each in cold(point.evidence):
+        of = [launch for launch in point.evidence.launches if launch.workload == each.workload]
+        count, ms = sum(launch.count for launch in of), _mean(each.candidate_ms)
+        at_stake = point.shares[each.workload] * min(1.0, (count - 1) * LAUNCH_MS / ms)
+        if at_stake >= WORTH:
+            names = ", ".join(dict.fromkeys(launch.kernel for launch in of))
+            yield _finding(
+                point,
+                f"fewer launches in {each.workload}",
+                f"a call of {ms:.4g} ms launches {count:.3g} kernels ({_short(names)}); in one launch the "
+                f"aggregate would fall by about {100 * at_stake:.0f}%",
+                (each.workload,),
+            )
+        for launch in of:
+            yield from _of_waves(point, each, launch, len(of))
+
+
+def _of_waves(point: Standing, measurement: Measurement, launch: Launch, kernels: int) -> Iterator[Finding]:
+    """Blocks that leave much of the device idle in the last wave, the kernels taken to share the time."""
+    idle = 1 - launch.waves / max(1, math.ceil(launch.waves))
+    at_stake = point.shares[measurement.workload] / kernels * idle
+    if launch.blocks and at_stake >= WORTH:
+        yield _finding(
+            point,
+            f"blocks of {launch.kernel} that fill the device in {measurement.workload}",
+            f"{launch.blocks} blocks where the device holds {launch.resident} at a time are "
+            f"{launch.waves:.2f} waves: {100 * idle:.0f}% of the last one's room stays idle",
+            (measurement.workload,),
+        )
+
+
+ANALYSERS: tuple[Analyser, ...] = (
+    to_the_bound,
+    dominating_regime,
+    knobs_at_an_edge,
+    compiled_kernels,
+    machine_code,
+    launches,
+)
+"""Of one implementation that was timed."""
 
 
 @dataclass(frozen=True, slots=True)
