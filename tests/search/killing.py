@@ -29,7 +29,7 @@ from kernelbraid.search.study import Study
 
 REPOSITORY = Path(__file__).parents[2]
 OPERATOR = ops.get("rms_norm")
-AUDITS = 8
+AUDITS = 6
 GRACE_SECONDS = 60.0
 """Time that a search has to notice that what it needs is gone. After that it hangs."""
 LAST_SECONDS = 300.0
