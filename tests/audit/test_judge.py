@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.audit import toy
+from tests.audit.left import no_process_left
 
 from kernelbraid import ops
 from kernelbraid.audit import environment, jobs, pools, stages
@@ -34,8 +34,8 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.setattr(pools, "BATCH_SECONDS", 0.002)
     monkeypatch.setattr(stages, "DISAGREEMENT", 1e6)
     monkeypatch.setenv("KERNELBRAID_HOME", str(tmp_path / "home"))
-    yield
-    assert not psutil.Process().children(), "an audit left processes behind"
+    with no_process_left():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.audit import toy
+from tests.audit.left import no_process_left
 
 from kernelbraid.audit import measure, pools
 from kernelbraid.audit.measure import Contender, ContenderFailure, Rounds, TooSlow
@@ -36,9 +37,9 @@ def programs() -> tuple[TimedProgram, ...]:
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Worker]]:
     workers: list[Worker] = []
-    yield workers
-    assert all(worker.dead for worker in workers)
-    assert not psutil.Process().children()
+    with no_process_left():
+        yield workers
+        assert all(worker.dead for worker in workers)
 
 
 def rounds(started: list[Worker], tmp_path: Path, contenders: list[Contender], **more: object) -> Rounds:

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.audit import toy
+from tests.audit.left import no_process_left
 
 from kernelbraid.audit.confined import MARK
 from kernelbraid.audit.process import Limits, Worker, WorkerFailure, _begin_with
@@ -37,10 +38,10 @@ def make(tmp_path: Path) -> MakeWorker:
         workers.append(worker)
         return worker
 
-    yield start
-    for worker in workers:
-        worker.kill()
-    assert not psutil.Process().children(), "a test left processes behind"
+    with no_process_left():
+        yield start
+        for worker in workers:
+            worker.kill()
     assert not list((tmp_path / "scratch").iterdir()), "a worker left its folder behind"
 
 
@@ -325,7 +326,7 @@ def test_a_late_thread_is_frozen(make: MakeWorker) -> None:
     late = """
     import threading, time
     def later(out=out):
-        time.sleep(0.05)
+        time.sleep(30)
         out[...] = 7
     threading.Thread(target=later).start()
     return
@@ -334,8 +335,11 @@ def test_a_late_thread_is_frozen(make: MakeWorker) -> None:
     worker.build()
     loaded = worker.load(toy.small_program())
     worker.run(loaded)
-    assert np.isnan(worker.outputs(loaded)["out"]).all()
-    time.sleep(0.2)
+    states = [
+        (task / "stat").read_text().rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{worker.pid}/task").iterdir()
+    ]
+    assert len(states) >= 2 and set(states) == {"T"}, "a thread runs on"
     assert np.isnan(worker.outputs(loaded)["out"]).all()
 
 

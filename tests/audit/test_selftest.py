@@ -1,14 +1,17 @@
 """What the self-test concludes, and its hostile sources; that audits reject them is the slow test."""
 
 import ast
+import math
 import random
+from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
+from tests.audit.left import no_process_left
 
 from kernelbraid import ops
 from kernelbraid.audit.fixtures import FIXTURES, for_device, named
-from kernelbraid.audit.selftest import Pair, cheapest, passed, selftest, smallest_gain, walk
+from kernelbraid.audit.selftest import Kept, Pair, _Selftest, cheapest, passed, selftest, smallest_gain, walk
 from kernelbraid.audit.timing import Sequential, Step
 from kernelbraid.audit.tripwires import scan
 from kernelbraid.contract import Source
@@ -82,16 +85,102 @@ def test_cheapest_workloads_differ_in_phase() -> None:
     assert len({each.phase for each in workloads}) == len(workloads) == 2
 
 
+class Interrupted:
+    """Measurements and audits without processes; interrupted at one of them if told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_at: float = math.inf) -> None:
+        self.stop_at = stop_at
+        self.asked: list[str] = []
+        monkeypatch.setattr(_Selftest, "_programs", lambda test: ("programs",))
+        monkeypatch.setattr(_Selftest, "_pair", lambda test, programs, rule, whole: self.pair(whole))
+        monkeypatch.setattr(_Selftest, "_audit", lambda test, root, candidate: self.audit(candidate))
+
+    def _step(self, what: str) -> None:
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked.append(what)
+
+    def pair(self, whole: bool) -> Pair | None:
+        self._step("pair")
+        number = self.asked.count("pair")
+        if number == 3:
+            return None
+        faster = 0.5 if number in (4, 5) else 1.0  # proven once, and confirmed
+        ours = [10.0 * faster + 0.01 * round for round in range(RULE.most)]
+        return ours, [10.0 + 0.01 * round for round in range(RULE.most)]
+
+    def audit(self, candidate: Source) -> RuntimeError:
+        self._step("audit")
+        return RuntimeError(candidate.label)
+
+
+def test_a_self_test_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Interrupted anywhere, also between a trial that was proven once and its confirmation."""
+
+    def ran(folder: Path, trials: int = 6) -> dict[str, Any]:
+        return selftest(
+            ops.get("attention"),
+            nothing,
+            trials=trials,
+            fixtures=FIXTURES[:2],
+            folder=folder,
+            progress=said.append,
+        )
+
+    said: list[str] = []
+    calm = Interrupted(monkeypatch)
+    expected = ran(tmp_path / "calm")
+    assert expected["proven_once"] == expected["false_promotions"] == expected["failed_trials"] == 1
+    assert not list((tmp_path / "calm").iterdir()), "what is done is not gone on with"
+    steps = len(calm.asked)
+    assert steps == 4 + 7 and not any("goes on" in each for each in said)
+    for stop in range(steps):
+        folder = tmp_path / str(stop)
+        fake = Interrupted(monkeypatch, stop)
+        with pytest.raises(KeyboardInterrupt):
+            ran(folder)
+        fake.stop_at = math.inf
+        said.clear()
+        found = ran(folder)
+        assert found == expected and fake.asked == calm.asked, f"interrupted at step {stop}"
+        assert any(f"goes on after {stop} steps" in each for each in said) == (stop > 0)
+    fake = Interrupted(monkeypatch, 8)
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path / "other")
+    fake.stop_at = math.inf
+    ran(tmp_path / "other", trials=5)
+    assert len(fake.asked) == 8 + 4 + 6, "another self-test begins at its own start"
+
+
+def test_what_a_self_test_keeps(tmp_path: Path) -> None:
+    with Kept("subject", tmp_path) as kept:
+        assert not kept and kept.of("a", lambda: [1.5, None]) == [1.5, None]
+        assert kept.of("a", lambda: 1 / 0) == [1.5, None]
+        with pytest.raises(ValueError, match="the same self-test runs already"), Kept("subject", tmp_path):
+            pass
+        with Kept("another", tmp_path) as other:
+            assert not other
+    kept.path.write_bytes(kept.path.read_bytes() + b'["b", [1')
+    with Kept("subject", tmp_path) as kept:
+        assert len(kept) == 1 and "a" in kept and "b" not in kept
+        assert kept.of("b", lambda: 0.1) == 0.1
+    with Kept("subject", tmp_path) as kept:
+        assert len(kept) == 2 and kept.of("b", lambda: 1 / 0) == 0.1
+        kept.clear()
+    assert not kept.path.exists()
+
+
 def nothing(evidence: AuditEvidence) -> bool:
     return False
 
 
 @pytest.mark.slow
-def test_audits_reject_hostile_candidates() -> None:
+def test_audits_reject_hostile_candidates(tmp_path: Path) -> None:
     chosen = named(
         ["raising", "counts_calls", "keeps_the_last_answer", "daemonising_hidden", "executes_a_string"]
     )
-    document = selftest(ops.get("attention"), nothing, trials=1, fixtures=chosen)
+    with no_process_left():
+        document = selftest(ops.get("attention"), nothing, trials=1, fixtures=chosen, folder=tmp_path)
     observed = {each["name"]: each["observed"] for each in document["fixtures"]}
     assert observed["raising"] == "crashed"
     assert observed["counts_calls"] == "bits_unequal"
@@ -99,10 +188,9 @@ def test_audits_reject_hostile_candidates() -> None:
     assert observed["executes_a_string"] == "tripwire"
     assert document["promoted_exploits"] == 0
     assert not {each.name for each in chosen} & set(document["unexpected"])
-    assert not psutil.Process().children(), "a hostile candidate left processes behind"
 
 
 def test_fixtures_are_for_the_cpu() -> None:
     with pytest.raises(ValueError, match="written for the CPU, not for cuda"):
-        selftest(ops.get("attention", "cuda"), lambda _: False, trials=0, fixtures=FIXTURES[:1])
+        selftest(ops.get("attention", "cuda"), nothing, trials=0, fixtures=FIXTURES[:1])
     assert for_device("cuda") == () and for_device("cpu") == FIXTURES

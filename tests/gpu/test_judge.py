@@ -4,8 +4,8 @@ import dataclasses
 import math
 from pathlib import Path
 
-import psutil
 import pytest
+from tests.audit.left import no_process_left
 from tests.gpu import toy_cuda
 
 from kernelbraid.audit import judge, orders, stages
@@ -68,6 +68,7 @@ def job(**sources: Source) -> orders.AuditJob:
 def audits(folder: Path, operator: Operator, **sources: Source) -> dict[str, AuditEvidence]:
     made = job(**sources)
     with (
+        no_process_left(),
         pytest.MonkeyPatch.context() as patch,
         Judge(made, operator, limits=LIMITS, rule=RULE, scratch=folder / "s", compiled=folder / "c") as each,
     ):
@@ -78,7 +79,6 @@ def audits(folder: Path, operator: Operator, **sources: Source) -> dict[str, Aud
             together = made.candidates[first : first + judge.PREPARED_TOGETHER]
             each.prepare(together)
             found.update({candidate.request: each.audit(candidate) for candidate in together})
-    assert not psutil.Process().children(), "an audit left processes behind"
     return found
 
 

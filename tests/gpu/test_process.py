@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.audit import toy
+from tests.audit.left import no_process_left
 from tests.gpu import toy_cuda
 
 from kernelbraid.audit.buffers import arena_type
@@ -39,10 +40,10 @@ def make(tmp_path: Path) -> Iterator[MakeWorker]:
         )
         return workers[-1]
 
-    yield start
-    for worker in workers:
-        worker.kill()
-    assert not psutil.Process().children(), "a test left processes behind"
+    with no_process_left():
+        yield start
+        for worker in workers:
+            worker.kill()
 
 
 def failure(worker: Worker, capture: bool = False) -> WorkerFailure:

@@ -23,7 +23,7 @@ from tests.ir.plain import (
 )
 
 from kernelbraid.contract import content_hash
-from kernelbraid.ir import query
+from kernelbraid.ir import attempts, query
 from kernelbraid.ir.evidence import AuditEvidence, Level, Status
 from kernelbraid.ir.schema import (
     Audit,
@@ -113,16 +113,16 @@ def test_attempts_are_negative_evidence_scoped_to_a_parent(store: Store) -> None
     b = child(store, 2)
     audited(store, a, Status.BITS_UNEQUAL)
     assert [
-        (t.modification.child, t.edit, t.status, t.failed) for t in query.attempts(store, ROOT.sha256)
+        (t.modification.child, t.edit, t.status, t.failed) for t in attempts.attempts(store, ROOT.sha256)
     ] == [
         (a, edit, Status.BITS_UNEQUAL, (BATCH,)),
         (b, None, None, ()),
     ]
-    assert query.attempts(store, a) == []
+    assert attempts.attempts(store, a) == []
     audited(store, b)
     audited(store, b, Status.CRASHED, Level.FULL)
     audited(store, b)
-    assert query.attempts(store)[1].status is Status.CRASHED
+    assert attempts.attempts(store)[1].status is Status.CRASHED
 
 
 def test_best_is_measured_and_incumbent_is_proven(store: Store) -> None:
@@ -289,8 +289,8 @@ def test_questions_stay_quick_in_a_large_study(tmp_path: Path) -> None:
         "without_evidence": lambda: query.without_evidence(store),
         "open_opportunities": lambda: query.open_opportunities(store),
         "of one parent": lambda: query.open_opportunities(store, youngest),
-        "attempts": lambda: query.attempts(store),
-        "attempts of one parent": lambda: query.attempts(store, youngest),
+        "attempts": lambda: attempts.attempts(store),
+        "attempts of one parent": lambda: attempts.attempts(store, youngest),
         "totals": lambda: query.totals(store),
         "lineage": lambda: query.lineage(store, youngest),
         "descendants": lambda: query.descendants(store, ROOT.sha256),

@@ -162,7 +162,9 @@ def test_refusals(changes, message):
 
 def test_grad_is_not_refused_where_none_is_recorded():
     with torch.no_grad():
-        fused(Q.clone().requires_grad_(), K, V, ABOUT, WEIGHTS, caches(), where())
+        found = fused(Q.clone().requires_grad_(), K, V, ABOUT, WEIGHTS, caches(), where())
+    assert not found.requires_grad
+    assert same([found], [fused(Q, K, V, ABOUT, WEIGHTS, caches(), where())])
 
 
 def test_autograd_notices_the_write():

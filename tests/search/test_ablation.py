@@ -9,19 +9,22 @@ from tests.search import fake_audit
 from tests.search.fake_audit import FakeAudits
 from typer.testing import CliRunner
 
+from kernelbraid import ops
 from kernelbraid.cli import app
 from kernelbraid.ir import query
 from kernelbraid.search import ablation
 from kernelbraid.search.ablation import Plan
 from kernelbraid.search.proposers import arms
 from kernelbraid.search.proposers.arms import Arm
-from kernelbraid.search.study import Study
+from kernelbraid.search.study import Study, some_workloads
 
 AUDITS = 12
 
 
 def created(folder: Path, operator: str, root: object, **given: Any) -> Study:
     assert operator == "attention" and root is None
+    if given["workloads"] is None:
+        del given["workloads"]
     return fake_audit.new_study(folder, FakeAudits(), **given)
 
 
@@ -117,8 +120,36 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     other = Plan("attention", plan.folder, repeats=2, audits=AUDITS + 1, arms=(Arm.FULL,))
     with pytest.raises(ValueError, match="other budgets"):
         ablation.run(other, run_job=FakeAudits(), create=created)
+    for changed in ({"policy": "pinned"}, {"workloads": fake_audit.WORKLOADS[:1]}):
+        other = Plan("attention", plan.folder, repeats=2, audits=AUDITS, arms=(Arm.FULL,), **changed)
+        with pytest.raises(ValueError, match="another policy, for other workloads"):
+            ablation.run(other, run_job=FakeAudits(), create=created)
     result = CliRunner().invoke(app, ["ablate", "attention", "--folder", str(tmp_path), "--arm", "none"])
     assert result.exit_code == 2 and "arm must be one of full" in result.stderr
+    result = CliRunner().invoke(
+        app, ["ablate", "attention", "--folder", str(tmp_path), "--audits", "1", "--workload", "update2"]
+    )
+    assert result.exit_code == 2 and "must be one of attention or a phase (prefill, chunked_" in result.stderr
+
+
+def test_a_plan_times_the_workloads_that_are_named(tmp_path: Path) -> None:
+    operator = ops.get("attention")
+    grid = operator.grids["study"]
+    decode = some_workloads(operator, ["decode"])
+    assert decode == tuple(each for each in grid if each.phase == "decode") and len(decode) > 1
+    assert some_workloads(operator, [grid[-1].name, grid[0].name]) == (grid[0], grid[-1])
+    begun: list[tuple[str, int]] = []
+    plan = Plan("attention", tmp_path / "a", 2, (Arm.FULL,), audits=2, workloads=fake_audit.WORKLOADS[1:2])
+    ablation.run(
+        plan,
+        run_job=FakeAudits(),
+        create=created,
+        begins=lambda study, before: begun.append((study, before)),
+    )
+    assert begun == [("full-0", 0), ("full-1", 1)]
+    for _, _, folder in plan.studies:
+        with Study.open(folder) as study:
+            assert study.workloads == fake_audit.WORKLOADS[1:2]
 
 
 def test_blind_proposals_know_no_evidence(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """Audits by a command: what it is told, and what becomes of one that fails."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.search.fake_audit import ROOT, FakeAudits, new_study
+from tests.search.killing import gone
 
 from kernelbraid.audit import jobs
 from kernelbraid.ir import proposing, query
@@ -125,6 +129,50 @@ def test_a_stop_ends_the_command(tmp_path: Path) -> None:
         )
         assert ending is loop.Ending.INTERRUPTED and time.monotonic() - start < 8
         assert len(study.store.pending()) == 1
+
+
+SEARCH = """
+import sys
+from pathlib import Path
+from kernelbraid.search.audit_command import AuditCommand
+AuditCommand(sys.argv[1] + "; : {job} {results}")._run(sys.argv[1], 1, None, None)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo $$; sleep 600",
+        "(echo $$; sleep 600 | cat) && true",
+        f"{sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'; true",
+    ],
+)
+def test_a_command_ends_with_the_search_that_was_killed(command: str) -> None:
+    """All of it: of a pipe and of a list too, not just the shell that runs them."""
+    paths = os.pathsep.join([str(Path.cwd() / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = subprocess.Popen(
+        [sys.executable, "-c", SEARCH, command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    with search:
+        assert search.stdout is not None
+        assert int(search.stdout.readline()) > 0
+        deadline = time.monotonic() + 20
+        while not (below := psutil.Process(search.pid).children(recursive=True)) or len(below) < 2:
+            assert time.monotonic() < deadline
+        search.kill()
+    assert gone(below, 10.0)
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_command_says_how_it_ended(code: int, tmp_path: Path) -> None:
+    """Also one with a comment at its end, and one in several lines."""
+    for text in (f"exit {code}  # done", f"true\n(exit {code})"):
+        with (tmp_path / "out").open("wb") as out:
+            told = AuditCommand(": {job} {results}")
+            assert told._run(text, out.fileno(), None, None) == code
 
 
 @pytest.mark.parametrize(

@@ -1,161 +1,122 @@
-"""Kill -9 of a search, its audits, its workers, its Ray cluster: nothing is lost or counted twice."""
+"""Kill -9 of a search, its audits, its workers, its Ray cluster: nothing is lost or counted twice.
 
-import os
+Fifty kills in all, at moments that no one chose. After each one the records are checked; at the end the
+search has audited what an undisturbed one audits, with the same results.
+"""
+
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-
-from kernelbraid.ir import query
-from kernelbraid.ir.store import Store
+from tests.search import killing
+from tests.search.killing import Search, Victims
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
-REPOSITORY = Path(__file__).parents[2]
-AUDITS = 6
-GRACE_SECONDS = 60.0
-"""Time that a search has to notice that what it needs is gone, before it is killed as well."""
+SOON, LATE = (0.2, 4.0), (4.0, 12.0)
+"""Seconds from a start, or the kill before, to a kill; what is to be killed may then be waited for."""
+LATE_SHARE = 0.25
+"""Of kills that come late: an audit may be timed by then, and evidence be recorded."""
+MOST_WAIT = 60.0
+ENDS = (killing.controller, killing.cluster_head, killing.cluster_node)
+"""Without these nothing goes on: the search ends by itself, and everything that it started."""
 
 
-class Search:
-    """A study that is searched by the command line, in a process of its own."""
-
-    def __init__(self, folder: Path, home: Path, *options: str) -> None:
-        self.folder, self.options = folder, options
-        paths = [str(REPOSITORY / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.environment = {**os.environ, "KERNELBRAID_HOME": str(home), "PYTHONPATH": os.pathsep.join(paths)}
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> psutil.Process:
-        """Start or go on; returns the running controller."""
-        if self.process is None or self.process.poll() is not None:
-            verb = ["resume", str(self.folder)]
-            if not self.folder.exists():
-                verb = [
-                    "search",
-                    "rms_norm",
-                    "--study",
-                    str(self.folder),
-                    "--audits",
-                    str(AUDITS),
-                    "--seed",
-                    "3",
-                ]
-            command = [sys.executable, "-m", "kernelbraid", *verb, "--no-compare", *self.options]
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            self.process = subprocess.Popen(command, env=self.environment, **quiet)  # type: ignore[call-overload]
-        assert self.process is not None
-        return psutil.Process(self.process.pid)
-
-    def finish(self) -> None:
-        for _ in range(10):
-            self.start()
-            assert self.process is not None
-            if self.process.wait(600) == 0:
-                return
-        raise AssertionError("the search does not end")
-
-    def check(self) -> None:
-        """Every invariant holds, and every request has one answer at most."""
-        if not (self.folder / "study.db").exists():
-            return
-        with Store.open(self.folder) as store:
-            store.check()
-            answered = Counter(each.request for each in query.audits(store))
-            assert not answered or max(answered.values()) == 1
-
-
-Victims = Callable[[psutil.Process], list[psutil.Process]]
-
-
-def _named(tree: list[psutil.Process], *words: str) -> list[psutil.Process]:
-    found = []
-    for each in tree:
-        try:
-            if all(word in " ".join(each.cmdline()) for word in words):
-                found.append(each)
-        except psutil.Error:
-            continue
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a search finds that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("calm")
+    killing.new_study(folder / "study")
+    search = Search(folder / "study", folder / "home")
+    search.finish()
+    search.check()
+    found = killing.outcome(folder / "study")
+    assert len(found) == killing.AUDITS and sum(each.startswith("accepted") for each in found.values()) > 3
     return found
 
 
-def controller(root: psutil.Process) -> list[psutil.Process]:
-    return [root]
-
-
-def audit_run(root: psutil.Process) -> list[psutil.Process]:
-    return _named(root.children(recursive=True), "audit", "run", "--output") or _named(
-        root.children(recursive=True), "audit", "run"
-    )
-
-
-def worker(root: psutil.Process) -> list[psutil.Process]:
-    return _named(root.children(recursive=True), "worker")
-
-
-def ray_head(root: psutil.Process) -> list[psutil.Process]:
-    return _named(root.children(recursive=True), "gcs_server")
-
-
-def survives(tmp_path: Path, kills: int, seed: int, kinds: list[Victims], *options: str) -> Counter[str]:
+def survives(
+    tmp_path: Path, calm: dict[str, str], kills: int, kinds: list[Victims], *options: str
+) -> Counter[str]:
+    """Kill as often, in one study after another, and compare each with the undisturbed one when it ends."""
+    seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}, {kills} kills")
     moments = random.Random(seed)
-    search = Search(tmp_path / "study", tmp_path / "home", *options)
+    left = moments.sample([kinds[number % len(kinds)] for number in range(kills)], kills)
     killed: Counter[str] = Counter()
-    for _ in range(kills):
-        running = search.start()
-        tree: list[psutil.Process] = []
-        kind = moments.choice(kinds)
-        due = time.monotonic() + moments.uniform(1.0, 10.0)
-        victims: list[psutil.Process] = []
-        while time.monotonic() < due or (
-            not victims and running.is_running() and time.monotonic() < due + 20
-        ):
-            time.sleep(0.1)
-            try:
-                tree = running.children(recursive=True)
-                victims = kind(running) if time.monotonic() >= due else []
-            except psutil.Error:
-                break
-        if victims:
-            moments.choice(victims).kill()
+    while left:
+        folder = tmp_path / f"study-{len(left)}"
+        killing.new_study(folder)
+        search = Search(folder, tmp_path / "home", *options)
+        workers = 0
+        while left and kill(search, left[-1], moments):
+            kind = left.pop()
             killed[kind.__name__] += 1
-        if kind in (controller, ray_head):
-            assert search.process is not None
-            try:
-                search.process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                search.process.kill()
-                search.process.wait()
-            for each in tree:  # what a cluster leaves behind when its head was killed
-                if each.is_running() and kind is ray_head:
-                    each.kill()
+            workers += kind is killing.worker
+            search.check()
+        search.finish()
         search.check()
-    search.finish()
-    search.check()
-    with Store.open(tmp_path / "study") as store:
-        assert not store.pending()
-        screened = {each.implementation for each in query.audits(store)} - {store.study.root}
-        assert len(screened) == AUDITS, "a candidate was lost, or counted twice"
+        compare(killing.outcome(folder), calm, workers)
     return killed
 
 
-def test_fifty_kills(tmp_path: Path) -> None:
+def kill(search: Search, kind: Victims, moments: random.Random) -> bool:
+    """Wait for a moment and kill somebody; False if the search ends before, by itself and well."""
+    due = time.monotonic() + moments.uniform(*(LATE if moments.random() < LATE_SHARE else SOON))
+    while time.monotonic() < due + MOST_WAIT:
+        running = search.start()
+        time.sleep(max(0.02, min(0.5, due - time.monotonic())))
+        if (code := search.ended()) is not None:
+            if code == 0:
+                return False
+            continue  # it felt the kill before: the root's process was gone
+        found = kind(running) if time.monotonic() >= due else []
+        if found:
+            below = running.children(recursive=True)
+            moments.choice(found).kill()
+            if kind in ENDS:
+                search.wait(killing.GRACE_SECONDS)
+                audits = [each for each in below if _audits(each)]
+                assert killing.gone(audits, 10.0), "an audit goes on though its search was killed"
+                killing.gone(below, 0.0)  # what Ray leaves behind for a while when its head was killed
+            return True
+    raise AssertionError(f"no {kind.__name__} to kill: {search.said()}")
+
+
+def compare(found: dict[str, str], calm: dict[str, str], workers: int) -> None:
+    """The same candidates with the same results, but for those whose own process was killed."""
+    assert set(found) == set(calm), "a candidate was lost, or counted twice"
+    different = {sha256 for sha256, how in found.items() if how != calm[sha256]}
+    assert {found[sha256] for sha256 in different} <= {"killed"}
+    assert len(different) <= workers, "a candidate was blamed for what did not happen to it"
+
+
+def _audits(process: psutil.Process) -> bool:
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "audit/worker.py" in line or "audit run" in line
+
+
+def test_eighteen_kills_of_a_search_here(tmp_path: Path, calm: dict[str, str]) -> None:
+    killed = survives(tmp_path, calm, 18, [killing.controller, killing.worker])
+    assert killed == {"controller": 9, "worker": 9}
+
+
+def test_eighteen_kills_of_an_audit_command(tmp_path: Path, calm: dict[str, str]) -> None:
     command = f"{sys.executable} -m kernelbraid audit run {{job}} -o {{results}}"
-    kinds: list[Victims] = [controller, audit_run, worker]
-    killed = survives(
-        tmp_path, 40, random.SystemRandom().randrange(1 << 30), kinds, "--audit-command", command
-    )
-    assert sum(killed.values()) >= 30 and set(killed) == {each.__name__ for each in kinds}
+    kinds = [killing.controller, killing.audit_run, killing.worker]
+    killed = survives(tmp_path, calm, 18, kinds, "--audit-command", command)
+    assert killed == {"controller": 6, "audit_run": 6, "worker": 6}
 
 
-def test_ten_kills_of_a_cluster(tmp_path: Path) -> None:
+def test_fourteen_kills_of_a_cluster(tmp_path: Path, calm: dict[str, str]) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    kinds: list[Victims] = [controller, ray_head, worker]
-    killed = survives(tmp_path, 10, random.SystemRandom().randrange(1 << 30), kinds, "--executor", "ray")
-    assert sum(killed.values()) >= 7
+    kinds: list[Victims] = [killing.controller, killing.cluster_head, killing.cluster_worker]
+    kinds += [killing.cluster_node, killing.audit_run, killing.worker]
+    killed = survives(tmp_path, calm, 14, kinds, "--executor", "ray")
+    assert sum(killed.values()) == 14 and len(killed) == len(kinds)

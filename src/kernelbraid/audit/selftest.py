@@ -4,15 +4,21 @@ Fixtures go through the stages of a real audit beside the shipped implementation
 each must end as it should. Swapped labels: a slow twin is audited beside the honest source, then the honest
 source beside its slow twin; the faster one must win either way. Trials time the shipped implementation
 against itself in processes of their own, as a search and then its confirmation would; hardly any may be
-promoted.
+promoted. What was found is kept until the test ends: one that was interrupted goes on.
 """
 
+import contextlib
+import fcntl
+import json
+import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -25,8 +31,9 @@ from kernelbraid.audit.orders import AuditJob, Candidate, harness_hash
 from kernelbraid.audit.pools import Machine, TimedProgram, sweep_of, timed_programs
 from kernelbraid.audit.process import Limits, Worker
 from kernelbraid.audit.timing import Sequential, Step, totals
-from kernelbraid.contract import BitPolicy, Source, Workload
+from kernelbraid.contract import BitPolicy, Source, Workload, content_hash
 from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Level, Status
+from kernelbraid.ops import installed
 from kernelbraid.ops.problem import Operator
 
 Pair = tuple[Sequence[float], Sequence[float]]
@@ -75,6 +82,74 @@ class Observed:
     reason: str
 
 
+class Kept:
+    """What a self-test has found so far, one synced line a step, until it ends.
+
+    Args:
+        subject: all that the findings depend on.
+        folder: where such files live; by default in the user's data folder.
+
+    Raises:
+        ValueError: another process runs the same self-test.
+        RuntimeError: the file cannot be written.
+    """
+
+    def __init__(self, subject: object, folder: Path | None = None) -> None:
+        self.path = (folder or installed.home() / "selftest") / f"{content_hash(subject)[:32]}.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = open(self.path, "ab+")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise RuntimeError(f"cannot write {self.path}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError("the same self-test runs already: wait for it, or end it") from error
+        self._found: dict[str, Any] = {}
+        self._file.seek(0)
+        whole = 0
+        for line in self._file.read().splitlines(keepends=True):
+            try:
+                step, found = json.loads(line)
+            except ValueError:
+                break  # cut off when the test was ended
+            if not line.endswith(b"\n"):
+                break
+            self._found[step] = found
+            whole += len(line)
+        self._file.truncate(whole)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, step: str) -> bool:
+        return step in self._found
+
+    def of(self, step: str, find: Callable[[], Any]) -> Any:
+        """What was found in a step, by finding it now if it was not done; JSON-able."""
+        if step not in self._found:
+            self._found[step] = find()
+            try:
+                self._file.write(json.dumps([step, self._found[step]]).encode() + b"\n")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise RuntimeError(f"cannot write {self.path}: {error.strerror or error}") from error
+        return self._found[step]
+
+    def clear(self) -> None:
+        """Forget all of it: the self-test is done."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
 def selftest(
     operator: Operator,
     promotable: Promotable,
@@ -83,8 +158,12 @@ def selftest(
     trials: int = 10,
     fixtures: Sequence[Fixture] = FIXTURES,
     progress: Callable[[str], None] = lambda _: None,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Run fixtures, swapped labels and trials, and return a JSON-able document.
+
+    One that was interrupted goes on with the first step that had not ended, on the same machine with the same
+    arguments.
 
     Args:
         operator: what the candidates implement.
@@ -93,21 +172,32 @@ def selftest(
         trials: of identical source.
         fixtures: hostile candidates to audit; written for CPUs, so none elsewhere.
         progress: told of each step in a few words.
+        folder: where findings are kept until the end; by default in the user's data folder.
 
     Raises:
-        ValueError: its device is not there, or fixtures are asked for on a GPU.
+        ValueError: its device is not there, fixtures are asked for on a GPU, or the same test runs already.
+        RuntimeError: findings cannot be written.
     """
     if operator.backend != "cpu" and fixtures:
         raise ValueError(
             f"the self-test's hostile candidates are written for the CPU, not for {operator.backend}: "
             "without --fixture it times identical sources; `python -m pytest tests/gpu` audits hostile ones"
         )
-    with tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch:
-        source = honest or ops.source(operator)
-        test = _Selftest(operator, promotable, source, Path(scratch), progress)
+    source = honest or ops.source(operator)
+    here = fingerprint(operator.backend)
+    judged = (operator.name, operator.contract.hash, harness_hash(operator.name), source.sha256)
+    asked = (trials, [(each.name, each.code, each.expected) for each in fixtures])
+    subject = (judged, asked, (here.architecture, here.device, here.versions))
+    with (
+        tempfile.TemporaryDirectory(prefix="kernelbraid-selftest-") as scratch,
+        Kept(subject, folder) as kept,
+    ):
+        test = _Selftest(operator, promotable, source, Path(scratch), progress, kept)
+        if kept:
+            progress(f"goes on after {len(kept)} steps of an interrupted run, which are not repeated")
         hostile = [test.hostile(fixture) for fixture in fixtures]
         swapped = list(test.swapped()) if operator.backend == "cpu" and len(fixtures) != 1 else []
-        return {
+        document = {
             "operator": operator.name,
             "environment": {**asdict(test.environment), "versions": dict(test.environment.versions)},
             "fixtures": [asdict(each) for each in (*hostile, *swapped)],
@@ -115,6 +205,8 @@ def selftest(
             "promoted_exploits": sum(each.promoted for each in hostile),
             **test.trials(trials),
         }
+        kept.clear()
+        return document
 
 
 def passed(document: Mapping[str, Any]) -> bool:
@@ -131,6 +223,7 @@ class _Selftest:
         honest: Source,
         scratch: Path,
         progress: Callable[[str], None],
+        kept: Kept,
     ) -> None:
         self.operator = operator
         self.promotable = promotable
@@ -139,24 +232,41 @@ class _Selftest:
         self.workloads = cheapest(operator)
         self._scratch = scratch
         self._tell = progress
+        self._kept = kept
         self._sweep = sweep_of(operator.backend, self.environment.cache_bytes)
 
     # ---- audits
 
     def hostile(self, fixture: Fixture) -> Observed:
         """Audit one hostile source beside the honest one."""
-        evidence = self._audit(self.honest, fixture.source(self.honest, self.operator.entry_points))
-        return self._observed(fixture.name, fixture.kind, fixture.expected, evidence)
+
+        def audited() -> Observed:
+            evidence = self._audit(self.honest, fixture.source(self.honest, self.operator.entry_points))
+            return self._observed(fixture.name, fixture.kind, fixture.expected, evidence)
+
+        return self._once(fixture.name, audited)
 
     def swapped(self) -> Iterator[Observed]:
         """Audit a slow twin beside the honest source, then the honest one beside its slow twin."""
         slow = SLOWED.source(self.honest, self.operator.entry_points)
-        evidence = self._audit(self.honest, slow)
-        yield self._observed("slow_beside_honest", "swapped_labels", SLOWED.expected, evidence)
-        evidence = self._audit(slow, self.honest)
-        won = isinstance(evidence, AuditEvidence) and self.promotable(evidence)
-        found = self._observed("honest_beside_slow", "swapped_labels", (), evidence)
-        yield replace(found, expected=(PROMOTED,), observed=PROMOTED if won else found.observed)
+
+        def slow_beside_honest() -> Observed:
+            evidence = self._audit(self.honest, slow)
+            return self._observed("slow_beside_honest", "swapped_labels", SLOWED.expected, evidence)
+
+        def honest_beside_slow() -> Observed:
+            evidence = self._audit(slow, self.honest)
+            won = isinstance(evidence, AuditEvidence) and self.promotable(evidence)
+            found = self._observed("honest_beside_slow", "swapped_labels", (), evidence)
+            return replace(found, expected=(PROMOTED,), observed=PROMOTED if won else found.observed)
+
+        yield self._once("slow_beside_honest", slow_beside_honest)
+        yield self._once("honest_beside_slow", honest_beside_slow)
+
+    def _once(self, step: str, audited: Callable[[], Observed]) -> Observed:
+        """What an audit ended as, here or before the test was interrupted."""
+        found = self._kept.of(step, lambda: asdict(audited()))
+        return Observed(**{**found, "expected": tuple(found["expected"])})
 
     def _audit(self, root: Source, candidate: Source) -> AuditEvidence | RuntimeError:
         """Audit one candidate at `screen`, by a judge of its own; an audit that cannot end is its result."""
@@ -205,10 +315,13 @@ class _Selftest:
         rule = Sequential()
         proven = promoted = failed = 0
         complete: list[Pair] = []
-        programs = self._programs() if count else ()
+        programs: tuple[TimedProgram, ...] = ()
+        started, here = time.monotonic(), 0
         for number in range(count):
-            whole = number % COMPLETE == 0
-            pair = self._pair(programs, rule, whole)
+            whole, known = number % COMPLETE == 0, f"trial {number}" in self._kept
+            if not (known or programs):
+                programs = self._programs()
+            pair = self._kept.of(f"trial {number}", partial(self._pair, programs, rule, whole))
             if pair is None:
                 failed += 1
                 continue
@@ -216,9 +329,15 @@ class _Selftest:
                 complete.append(pair)
             if walk(rule, *pair) is Step.PROVEN:
                 proven += 1
-                again = self._pair(self._programs(), rule, False)
-                promoted += again is not None and walk(rule, *again) is Step.PROVEN
-            self._tell(f"trial {number + 1} of {count}: {proven} proven once, {promoted} promoted")
+                # A step of its own: a trial that was interrupted here must not be drawn again.
+                promoted += self._kept.of(f"trial {number}, confirmed", partial(self._confirmed, rule))
+            here += not known
+            if not known:
+                left = (time.monotonic() - started) / here * (count - number - 1)
+                about = f"{left / 60:.0f} min" if left > 99 else f"{left:.0f} s"
+                self._tell(
+                    f"trial {number + 1} of {count}: {proven} proven once, {promoted} promoted, {about} left"
+                )
         return {
             "trials": count - failed,
             "failed_trials": failed,
@@ -228,6 +347,11 @@ class _Selftest:
             "smallest_gain_share": SHARE,
             "complete_trials": len(complete),
         }
+
+    def _confirmed(self, rule: Sequential) -> bool:
+        """Whether identical source is proven faster on fresh inputs too."""
+        again = self._pair(self._programs(), rule, False)
+        return again is not None and walk(rule, *again) is Step.PROVEN
 
     def _programs(self) -> tuple[TimedProgram, ...]:
         machine = Machine.of(self.environment)

@@ -36,6 +36,14 @@ def ablate(
         Path | None,
         typer.Option(help="Draw objectives and seconds of the arms.", metavar="FILE.svg"),
     ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Time this workload of the operator's grid study alone, or those of this phase; may be "
+            "repeated; default: all.",
+            metavar="NAME",
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="pinned keeps the root's bits; mutual may agree on others.")
     ] = "mutual",
@@ -44,12 +52,14 @@ def ablate(
     as_json: Json = False,
 ) -> None:
     """Search with parts taken away, equal budgets, paired seeds: what evidence and branching contribute."""
+    from kernelbraid import ops
     from kernelbraid.report import arms, table
     from kernelbraid.report.progress import Watch
     from kernelbraid.search import ablation
     from kernelbraid.search.audits import runner
     from kernelbraid.search.loop import Progress
     from kernelbraid.search.proposers.arms import Arm
+    from kernelbraid.search.study import some_workloads
 
     known = [each.value for each in Arm]
     for name in arm or ():
@@ -67,18 +77,19 @@ def ablate(
         device=device,
         policy=policy,
         replay=replay,
+        workloads=some_workloads(ops.get(operator, device), workload) if workload else None,
     )
     with Watch() as watch:
-        current = ""
 
         def told(study: str, progress: Progress) -> None:
-            nonlocal current
-            if study != current:
-                current = study
-                say(f"{study}:")
             watch(progress)
 
-        document: dict[str, Any] = ablation.run(plan, progress=told, run_job=runner(None, executor))
+        document: dict[str, Any] = ablation.run(
+            plan,
+            progress=told,
+            begins=lambda study, before: say(f"{study}, study {before + 1} of {len(plan.studies)}:"),
+            run_job=runner(None, executor),
+        )
     if plot is not None:
         arms.write(document, plot)
     if as_json:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kernelbraid.cli.application import Device, Json, OperatorName, app, emit, failed, out, say
+from kernelbraid.report.failure import ExitCode
 
 
 @app.command()
@@ -132,21 +133,25 @@ def selftest(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Let hostile, identical and swapped candidates try to be promoted."""
+    """Let hostile, identical and swapped candidates try to be promoted; run again to go on after Ctrl-C."""
     from kernelbraid import ops
     from kernelbraid.audit import fixtures
     from kernelbraid.audit import selftest as test
     from kernelbraid.report import table
     from kernelbraid.search.study import read_source
 
-    document = test.selftest(
-        ops.get(operator, device),
-        _promotable,
-        honest=read_source(root) if root else None,
-        trials=trials,
-        fixtures=fixtures.named(only) if only else fixtures.for_device(device),
-        progress=say,
-    )
+    try:
+        document = test.selftest(
+            ops.get(operator, device),
+            _promotable,
+            honest=read_source(root) if root else None,
+            trials=trials,
+            fixtures=fixtures.named(only) if only else fixtures.for_device(device),
+            progress=say,
+        )
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
     if as_json:
         emit(document)
     else:

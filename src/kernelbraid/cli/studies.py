@@ -203,10 +203,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a study, or everything recorded about one of its implementations."""
+    from kernelbraid.ir.bulk import kept_objects
     from kernelbraid.report import documents, table
     from kernelbraid.search.study import Study
 
-    with Study.open(study) as opened:
+    with Study.open(study) as opened, kept_objects():
         if impl is not None:
             document = documents.implementation(opened.store, opened.contract, impl, held_out=held_out)
             emit(document) if as_json else table.implementation(out(), document)

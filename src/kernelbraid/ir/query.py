@@ -10,13 +10,12 @@ from typing import Any
 from sqlalchemy import Select, String, Table, bindparam, exists, func, literal_column, select
 from sqlalchemy.orm import Session, aliased
 
-from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Difference, Level, Status
-from kernelbraid.ir.held_out import shown_reason
+from kernelbraid.ir import attempts
+from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence, Difference, Level
 from kernelbraid.ir.invariants import incumbent_hash, require_known
 from kernelbraid.ir.schema import (
     Audit,
     AuditVerdict,
-    HeldOut,
     Implementation,
     LineageDecision,
     Modification,
@@ -56,20 +55,6 @@ class Step:
 
     implementation: Implementation
     modification: Modification | None
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A modification of a parent, what was edited, and how its audit ended."""
-
-    modification: Modification
-    edit: Any
-    """The opportunity's edit; None where there was none."""
-    status: Status | None
-    """None while no audit has answered."""
-    reason: str
-    failed: tuple[str, ...]
-    """Ids of the requirements that did not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +112,19 @@ def incumbent(store: Store) -> Implementation:
 def implementations(store: Store) -> list[Implementation]:
     """Every implementation, oldest first."""
     return _implementations(store, select(Implementation))
+
+
+def hashes(store: Store) -> list[str]:
+    """Hash of every implementation, oldest first."""
+    with store.read() as session:
+        return list(session.scalars(select(Implementation.sha256).order_by(Implementation.seq)))
+
+
+def extent(store: Store) -> tuple[int, int]:
+    """The latest audit and the latest implementation, by `seq`: equal while neither was added."""
+    with store.read() as session:
+        audit = session.scalar(select(func.max(Audit.seq))) or 0
+        return audit, session.scalar(select(func.max(Implementation.seq))) or 0
 
 
 def verified(store: Store) -> list[Implementation]:
@@ -318,62 +316,6 @@ def survives(store: Store, requirement: str) -> list[Modification]:
         return list(session.scalars(survived))
 
 
-def attempts(store: Store, parent: str | None = None) -> list[Attempt]:
-    """Modifications, oldest first, with the audit that rejected each or its latest; of one parent if named.
-
-    The failed ones are negative evidence scoped to its parents: that edit, made to those sources, ended so.
-    """
-    wanted = select(Modification, Opportunity).outerjoin(
-        Opportunity, Opportunity.id == Modification.opportunity
-    )
-    if parent is not None:
-        edge = exists().where(
-            ModificationParent.modification == Modification.id, ModificationParent.parent == parent
-        )
-        wanted = wanted.where(edge)
-    with store.read() as session:
-        telling = _telling_audits(session)
-        failed = _failed_requirements(session)
-        rows = session.execute(wanted.order_by(Modification.id)).all()
-    return [_attempt(change, opportunity, telling.get(change.child), failed) for change, opportunity in rows]
-
-
-def _telling_audits(session: Session) -> dict[str, tuple[int, Status, str]]:
-    """Implementation -> (audit, status, reason) of the first audit that rejected it or else of its latest."""
-    rows = session.execute(
-        select(Audit.implementation, Audit.seq, Audit.level, Audit.status, Audit.reason).order_by(Audit.seq)
-    )
-    held_out = frozenset(session.scalars(select(HeldOut.name)))
-    failed = _failed_requirements(session) if held_out else {}
-    telling: dict[str, tuple[int, Status, str]] = {}
-    for sha256, seq, level, status, told in rows:
-        reason = shown_reason(level, status, told, seq not in failed, held_out)
-        if sha256 not in telling or telling[sha256][1] in ACCEPTED:
-            telling[sha256] = (seq, status, reason)
-    return telling
-
-
-def _failed_requirements(session: Session) -> dict[int, tuple[str, ...]]:
-    wanted = select(_verdicts.audit, _verdicts.requirement).where(~_verdicts.held)
-    failed: dict[int, tuple[str, ...]] = {}
-    for audit, requirement in session.execute(wanted.order_by(_verdicts.audit, _verdicts.position)):
-        failed[audit] = (*failed.get(audit, ()), requirement)
-    return failed
-
-
-def _attempt(
-    change: Modification,
-    opportunity: Opportunity | None,
-    telling: tuple[int, Status, str] | None,
-    failed: dict[int, tuple[str, ...]],
-) -> Attempt:
-    edit = None if opportunity is None else opportunity.edit
-    if telling is None:
-        return Attempt(change, edit, None, "", ())
-    seq, status, reason = telling
-    return Attempt(change, edit, status, reason, failed.get(seq, ()))
-
-
 # Search
 
 
@@ -419,7 +361,7 @@ def stage_seconds(store: Store) -> dict[str, float]:
 def totals(store: Store) -> Totals:
     """Count candidates, audits, comparisons and what was spent."""
     with store.read() as session:
-        telling = _telling_audits(session)
+        telling = attempts.telling(session)
         telling.pop(store.study.root, None)
         rejected = Counter(str(status) for _, status, _ in telling.values() if status not in ACCEPTED)
         usage = session.execute(select(*_sums())).one()

@@ -104,6 +104,13 @@ class Finding:
     timings: tuple[Timing, ...] = field(default=())
 
 
+def labels(store: Store) -> list[tuple[str, str]]:
+    """Hash and label of every implementation, oldest first."""
+    wanted = select(Implementation.sha256, Implementation.label).order_by(Implementation.seq)
+    with store.read() as session:
+        return [(sha256, label) for sha256, label in session.execute(wanted)]
+
+
 def changes(store: Store) -> list[Change]:
     """Every modification, oldest first."""
     edges = select(ModificationParent.modification, ModificationParent.parent)

@@ -11,7 +11,7 @@ from kernelbraid import ops
 from kernelbraid.audit.beside import SideBySide
 from kernelbraid.audit.environment import fingerprint
 from kernelbraid.contract import Contract, KnobValue, Source
-from kernelbraid.ir import query
+from kernelbraid.ir import attempts, query, survey
 from kernelbraid.ir.evidence import AuditEvidence
 from kernelbraid.ir.held_out import shown, shown_checks
 from kernelbraid.ir.store import Store
@@ -53,19 +53,21 @@ def implementations(store: Store) -> list[dict[str, Any]]:
     with store.read():
         states = query.states(store)
         ratios = {objective.implementation: objective.ratio for objective in query.objectives(store)}
-        attempts = {attempt.modification.child: attempt for attempt in query.attempts(store)}
+        changes = {change.child: change for change in survey.changes(store)}
+        outcomes = attempts.endings(store)
         rows = []
-        for implementation in query.implementations(store):
-            attempt = attempts.get(implementation.sha256)
+        for sha256, label in survey.labels(store):
+            change = changes.get(sha256)
+            status, reason = outcomes.get(sha256, ("pending", ""))
             rows.append(
                 {
-                    "implementation": implementation.sha256,
-                    "label": implementation.label,
-                    "state": states.get(implementation.sha256) or _unverified(attempt),
-                    "ratio_to_root": ratios.get(implementation.sha256),
-                    "parents": list(attempt.modification.parents) if attempt else [],
-                    "hypothesis": attempt.modification.hypothesis if attempt else "",
-                    "reason": attempt.reason if attempt else "",
+                    "implementation": sha256,
+                    "label": label,
+                    "state": states.get(sha256) or str(status),
+                    "ratio_to_root": ratios.get(sha256),
+                    "parents": list(change.parents) if change else [],
+                    "hypothesis": change.hypothesis if change else "",
+                    "reason": reason if change else "",
                 }
             )
     return rows
@@ -86,10 +88,6 @@ def held_out(study: Study) -> list[dict[str, Any]]:
             row |= {"root_ms": root_ms, "best_ms": root_ms * ratio, "ratio": ratio}
         rows.append(row)
     return rows
-
-
-def _unverified(attempt: query.Attempt | None) -> str:
-    return "pending" if attempt is None or attempt.status is None else attempt.status.value
 
 
 def implementation(

@@ -112,8 +112,8 @@ def _study(store: Store) -> Row:
 def _nodes(
     store: Store, findings: Sequence[Finding], promotions: Sequence[PromotionDecision]
 ) -> tuple[list[Row], Layout]:
-    implementations = query.implementations(store)
-    index = {each.sha256: i for i, each in enumerate(implementations)}
+    implementations = survey.labels(store)
+    index = {sha256: i for i, (sha256, _) in enumerate(implementations)}
     changes = {each.child: each for each in survey.changes(store)}
     states = query.states(store)
     incumbent = query.incumbent(store).sha256
@@ -130,30 +130,30 @@ def _nodes(
         decisions.setdefault(decision.implementation, []).append(decision)
     promoted = {each.implementation for each in promotions if each.granted}
     above = [
-        [index[parent] for parent in changes[each.sha256].parents] if each.sha256 in changes else []
-        for each in implementations
+        [index[parent] for parent in changes[sha256].parents] if sha256 in changes else []
+        for sha256, _ in implementations
     ]
     place = layout([parents[0] if parents else None for parents in above], index[incumbent])
     nodes = []
-    for node, each in enumerate(implementations):
-        change, own = changes.get(each.sha256), audits.get(each.sha256, [])
+    for node, (sha256, label) in enumerate(implementations):
+        change, own = changes.get(sha256), audits.get(sha256, [])
         telling = next((audit for audit in own if audit.status not in ACCEPTED), own[-1] if own else None)
-        state = states.get(each.sha256) or (telling.status.value if telling else "pending")
+        state = states.get(sha256) or (telling.status.value if telling else "pending")
         nodes.append(
             {
-                "sha256": each.sha256,
-                "label": each.label,
+                "sha256": sha256,
+                "label": label,
                 "state": state,
-                "group": _group(state, each.sha256 in promoted),
+                "group": _group(state, sha256 in promoted),
                 "parents": above[node],
                 "branch": place.branch[node],
-                "ratio": ratios.get(each.sha256),
+                "ratio": ratios.get(sha256),
                 "reason": telling.reason if telling else "",
                 "change": change,
                 "audits": own,
                 "decisions": [
                     {"decision": d.decision.value, "reason": d.reason, "by": d.decided_by}
-                    for d in decisions.get(each.sha256, ())
+                    for d in decisions.get(sha256, ())
                 ],
             }
         )

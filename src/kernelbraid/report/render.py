@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from kernelbraid.ir import survey
+from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.files import write_whole
 from kernelbraid.ir.store import Store
 from kernelbraid.ir.survey import Finding, Timing
@@ -58,13 +59,13 @@ def write(store: Store, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a folder: name the file to write")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
-    with store.read():
+    with kept_objects(), store.read():
         page = document(store)
         first = {
             node["sha256"]: page.nodes[node["parents"][0]]["sha256"] for node in page.nodes if node["parents"]
         }
         packed = deltas.pack(survey.sources(store), first)
-    data = html(page, packed).encode("utf-8", "replace")
+        data = html(page, packed).encode("utf-8", "replace")
     write_whole(path, data)
     return {"path": str(path), "bytes": len(data), "nodes": len(page.nodes)}
 

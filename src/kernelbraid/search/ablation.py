@@ -13,7 +13,7 @@ from typing import Any
 
 from kernelbraid.audit import jobs
 from kernelbraid.audit.timing import student_quantile
-from kernelbraid.contract import Source
+from kernelbraid.contract import Source, Workload
 from kernelbraid.ir import query
 from kernelbraid.ir.evidence import ACCEPTED
 from kernelbraid.search import audits, loop
@@ -45,6 +45,8 @@ class Plan:
     policy: str = "mutual"
     replay: Path | None = None
     """A study whose proposals every arm gets, in place of a proposer of its own."""
+    workloads: tuple[Workload, ...] | None = None
+    """What is timed; by default all of the operator's grid `study`."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -71,17 +73,26 @@ def run(
     plan: Plan,
     *,
     progress: Callable[[str, loop.Progress], None] = lambda _, __: None,
+    begins: Callable[[str, int], None] = lambda _, __: None,
     run_job: audits.RunJob = jobs.run_job,
     create: Callable[..., Study] = Study.create,
 ) -> dict[str, Any]:
     """Run what is missing of an ablation and return its document, `ended` False if it was interrupted.
 
+    Args:
+        plan: what to run.
+        progress: told of every stage of every study, with the study's name.
+        begins: told each study's name and how many there are before it.
+        run_job: runs the audits.
+        create: makes a study.
+
     Raises:
         ValueError: a study of the folder was made with other budgets, or under another contract or harness.
     """
-    for arm, repeat, folder in plan.studies:
+    for before, (arm, repeat, folder) in enumerate(plan.studies):
         with _study(plan, repeat, folder, create) as study:
             name = folder.name
+            begins(name, before)
 
             def told(each: loop.Progress, name: str = name) -> None:
                 progress(name, each)
@@ -106,6 +117,7 @@ def _study(plan: Plan, repeat: int, folder: Path, create: Callable[..., Study]) 
             root,
             **replayed,
             device=plan.device,
+            workloads=plan.workloads,
             policy=plan.policy,
             minutes=plan.minutes,
             audits=plan.audits,
@@ -114,9 +126,13 @@ def _study(plan: Plan, repeat: int, folder: Path, create: Callable[..., Study]) 
         )
     study = Study.open(folder)
     record = study.store.study
-    if (record.audits, record.minutes, record.operator) != (plan.audits, plan.minutes, plan.operator):
+    made = (record.audits, record.minutes, record.operator, record.device, record.policy)
+    other = made != (plan.audits, plan.minutes, plan.operator, plan.device, plan.policy)
+    if other or (plan.workloads is not None and record.workloads != plan.workloads):
         study.close()
-        raise ValueError(f"{folder} was made with other budgets or for another operator")
+        raise ValueError(
+            f"{folder} was made with other budgets, another policy, for other workloads or another operator"
+        )
     return study
 
 

@@ -12,11 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kernelbraid.audit import jobs
+from kernelbraid.search.executors.fate import ends_with_its_parent
 
 PLACES = ("job", "results", "minutes")
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0
 """Time that a command has to end after it was asked to."""
+GUARD = """trap 'kill -9 0' USR1
+{{
+{command}
+}} &
+wait $!"""
+"""The shell that runs a command ends the whole of it when the search has been killed."""
 MOST_OUTPUT = 4000
 """Characters kept of what a command printed, from the end."""
 
@@ -100,12 +107,13 @@ class AuditCommand:
         """The exit code; None where the time was over first."""
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         process = subprocess.Popen(
-            command,
+            GUARD.format(command=command),
             shell=True,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=ends_with_its_parent(signal.SIGUSR1),
         )
         try:
             while (code := process.poll()) is None:

@@ -12,6 +12,7 @@ from kernelbraid.audit import jobs
 from kernelbraid.audit.environment import require_device
 from kernelbraid.contract import BitPolicy, Contract, Source, Workload
 from kernelbraid.ir import proposing, query, replaying, schema, survey
+from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.evidence import AuditEvidence, Level
 from kernelbraid.ir.held_out import shown
 from kernelbraid.ir.reading import evidence_after
@@ -221,7 +222,7 @@ class Study:
         The evidence is what proposers may read: without held-out workloads.
         """
         held_out = self.held_out
-        with self.store.read() as session:
+        with self.store.read() as session, kept_objects():
             new = evidence_after(session, self._seen)
             for _, found in new:
                 if held_out and found.level is Level.FULL:
@@ -393,6 +394,20 @@ def chosen_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload
             )
         found |= {each.name: each for each in picked}
     return tuple(found.values())
+
+
+def some_workloads(operator: Operator, names: Sequence[str]) -> tuple[Workload, ...]:
+    """Return those workloads of the operator's grid `study` that are named, or whose phase is.
+
+    Raises:
+        ValueError: a name is neither.
+    """
+    grid = operator.grids["study"]
+    for name in names:
+        if not any(name in (each.name, each.phase) for each in grid):
+            phases = ", ".join(dict.fromkeys(each.phase for each in grid))
+            raise ValueError(f"workload must be one of {operator.name} or a phase ({phases}), got {name!r}")
+    return tuple(each for each in grid if each.name in names or each.phase in names)
 
 
 def _root(operator: Operator, device: str, root: Source | Path | None) -> Source:

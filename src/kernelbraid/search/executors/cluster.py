@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from kernelbraid.audit import jobs
 from kernelbraid.ir.evidence import AuditEvidence
 from kernelbraid.search.executors import lost, queued
+from kernelbraid.search.executors.fate import ends_with_its_parent
 
 LOSSES = 3
 """Times that one part of a job may lose its worker before the job is given up."""
@@ -260,7 +260,7 @@ def audit_here(job: dict[str, Any], minutes: float | None) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            preexec_fn=_ends_with_its_parent,
+            preexec_fn=ends_with_its_parent(),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
         )
         if ended.returncode != 0:
@@ -275,15 +275,12 @@ def _called(work: Work, job: dict[str, Any], minutes: float | None) -> dict[str,
     return work(job, minutes)
 
 
-def _ends_with_its_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def _ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A head that went away: Ray ends this process then, after a minute unless told otherwise, and waits in
+    # calls that take no time limit until it does.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", f"{HEAD_SECONDS:.0f}")
     try:
         import ray
         import ray.exceptions

@@ -71,7 +71,7 @@ class Blind(KnobProposer):
         point = evidence.points.get(study.root) if self._from_root else evidence.branch_point()
         if point is None:
             return ()
-        made = len(query.implementations(study.store))
+        made = len(query.hashes(study.store))
         rng = random.Random(f"{self._seed} {made} {point.sha256}")
         knobs = [each for each in point.knobs if self._lawful(study, each)]
         drawn = self._several(rng, knobs) if self._from_root else self._one_each(rng, knobs)

@@ -66,10 +66,11 @@ class Effects:
     """Single-knob effects among a set of points."""
 
     def __init__(self, points: Iterable[Point]) -> None:
-        buckets: dict[tuple[str, str, frozenset[tuple[str, KnobValue]]], dict[KnobValue, Point]] = {}
+        buckets: dict[tuple[str, str, tuple[tuple[str, KnobValue], ...]], dict[KnobValue, Point]] = {}
         for point in points:
-            for name, value in point.settings.items():
-                others = frozenset(item for item in point.settings.items() if item[0] != name)
+            settings = tuple(sorted(point.settings.items()))
+            for place, (name, value) in enumerate(settings):
+                others = settings[:place] + settings[place + 1 :]
                 buckets.setdefault((point.skeleton, name, others), {}).setdefault(value, point)
         self._groups: dict[tuple[str, str], list[_Group]] = {}
         for (skeleton, name, others), members in buckets.items():

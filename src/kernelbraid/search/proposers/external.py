@@ -14,8 +14,9 @@ from typing import Any
 
 from kernelbraid.audit import jobs
 from kernelbraid.contract import Source
-from kernelbraid.ir import query
-from kernelbraid.ir.evidence import ACCEPTED, AuditEvidence
+from kernelbraid.ir import attempts, query
+from kernelbraid.ir.bulk import kept_objects
+from kernelbraid.ir.evidence import AuditEvidence
 from kernelbraid.ir.held_out import shown, shown_checks
 from kernelbraid.ir.schema import Lineage, Opportunity, PromotionDecision, Usage
 from kernelbraid.ir.store import StudyBusyError
@@ -38,7 +39,7 @@ def next_(folder: Path, most: int = 10) -> dict[str, Any]:
         folder: of the study.
         most: opportunities, parents and failures listed, the most promising or latest first.
     """
-    with Study.open(folder) as study:
+    with Study.open(folder) as study, kept_objects():
         return outlook(study, most)
 
 
@@ -62,7 +63,7 @@ def outlook(study: Study, most: int = 10) -> dict[str, Any]:
             "incumbent": study.incumbent,
             "parents": [_standing(each) for each in standings[:most]],
             "opportunities": [_opportunity(each, expected.get(each.id)) for each in opportunities],
-            "failures": [_failure(each) for each in _failures(study)[-most:]],
+            "failures": [_failure(each) for each in attempts.rejected(study.store, most)],
             "pending": [each.implementation for each in study.store.pending()],
             "budget": _budget(study),
         }
@@ -330,15 +331,7 @@ def _opportunity(opportunity: Opportunity, expected: float | None) -> dict[str, 
     }
 
 
-def _failures(study: Study) -> list[query.Attempt]:
-    return [
-        each
-        for each in query.attempts(study.store)
-        if each.status is not None and each.status not in ACCEPTED
-    ]
-
-
-def _failure(attempt: query.Attempt) -> dict[str, Any]:
+def _failure(attempt: attempts.Attempt) -> dict[str, Any]:
     assert attempt.status is not None
     return {
         "implementation": attempt.modification.child,

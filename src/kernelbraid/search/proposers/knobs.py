@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kernelbraid.contract import BitPolicy, Contract, KnobKind, KnobValue, Source
 from kernelbraid.ir import query
+from kernelbraid.ir.bulk import kept_objects
 from kernelbraid.ir.evidence import Status
 from kernelbraid.ir.files import read_checked
 from kernelbraid.ir.schema import Opportunity, Outcome
@@ -77,7 +78,7 @@ class _Evidence:
         self._standings = study.standings()
         self.points = {each.sha256: each for each in self._accepted()}
         self.effects = Effects(self.points.values())
-        self._tried = {read(sha).key for sha in (each.sha256 for each in query.implementations(study.store))}
+        self._tried = {read(sha).key for sha in query.hashes(study.store)}
         self._inaccurate: set[frozenset[tuple[str, KnobValue]]] = set()
         self._broken: dict[tuple[object, ...], str] = {}
         self._suspect: set[tuple[str, KnobValue]] = set()
@@ -202,6 +203,7 @@ class KnobProposer:
         self._seed = seed
         self._declared: dict[str, Declared] = {}
         self._templates = Templates()
+        self._latest: tuple[Study, tuple[int, int], _Evidence] | None = None
 
     def observe(self, study: Study) -> None:
         """Write the branch point's untried edits as opportunities; close those that evidence took away."""
@@ -240,7 +242,12 @@ class KnobProposer:
         return evidence.branch_point()
 
     def _evidence(self, study: Study) -> _Evidence:
-        return _Evidence(study, lambda sha: self._read(study, sha))
+        """A study's evidence now: read again only if an audit or an implementation came since."""
+        with study.store.read(), kept_objects():
+            extent = query.extent(study.store)
+            if self._latest is None or self._latest[:2] != (study, extent):
+                self._latest = study, extent, _Evidence(study, lambda sha: self._read(study, sha))
+            return self._latest[2]
 
     def _read(self, study: Study, sha: str) -> Declared:
         if sha not in self._declared:

@@ -40,7 +40,7 @@ class Replay:
         """Return the next proposals in their order; none before the parents of the next one are audited."""
         recorded = replaying.recorded(study.store)
         ancestry = _Ancestry(study, {each.source.sha256: each.parents for each in recorded})
-        have = {each.sha256 for each in query.implementations(study.store)}
+        have = set(query.hashes(study.store))
         proposals: list[Proposal] = []
         for each in recorded:
             sha256 = each.source.sha256
