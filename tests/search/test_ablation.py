@@ -23,8 +23,6 @@ AUDITS = 12
 
 def created(folder: Path, operator: str, root: object, **given: Any) -> Study:
     assert operator == "attention" and root is None
-    if given["workloads"] is None:
-        del given["workloads"]
     return fake_audit.new_study(folder, FakeAudits(), **given)
 
 

@@ -106,18 +106,17 @@ def run(
 
 def _study(plan: Plan, repeat: int, folder: Path, create: Callable[..., Study]) -> Study:
     if not folder.exists():
-        replayed: dict[str, Any] = {}
+        more: dict[str, Any] = {} if plan.workloads is None else {"workloads": plan.workloads}
         root = plan.root
         if plan.replay is not None:
             _, root, proposals = made_from(plan.replay)
-            replayed = {"proposer": "replay", "replay": proposals}
+            more |= {"proposer": "replay", "replay": proposals}
         return create(
             folder,
             plan.operator,
             root,
-            **replayed,
+            **more,
             device=plan.device,
-            workloads=plan.workloads,
             policy=plan.policy,
             minutes=plan.minutes,
             audits=plan.audits,
