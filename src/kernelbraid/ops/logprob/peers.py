@@ -24,7 +24,7 @@ def torch_logprob_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients by torch's autograd, whose forward is part of what they need; none of the entropies."""
     leaves = [torch.from_numpy(array).requires_grad_() for array in (x, weight)]
-    out = _logprob(leaves[0], leaves[1], targets, temperature)
+    out = _logprob(leaves[0], leaves[1], targets, temperature)[:, 0]
     return torch.autograd.grad(out, leaves, torch.from_numpy(dlogprob))
 
 
