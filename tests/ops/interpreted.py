@@ -6,9 +6,11 @@ treats bfloat16 as integers and multiplies matrices in an order that follows the
 first, the product by one that adds in ascending order, so that bits mean as much as on a GPU.
 """
 
+import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -24,6 +26,7 @@ from kernelbraid.ops.formats import BFLOAT16
 from kernelbraid.ops.problem import Layout, ProblemShape, View
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+ROOT_FILE = Path(__file__).parents[2] / "examples" / "roots" / "gpu" / "straightforward.py"
 AXES = (("query_heads", 3), ("kv_heads", 1), ("head_dim", 64))
 LENGTHS = (1, 0, 9, 70)
 
@@ -89,6 +92,17 @@ Builder.get_bf16, interpreter._patch_lang_tensor = get_bf16, patch_tensor
 # ---- Programs.
 
 
+def loaded(path):
+    """A file as a module, whose kernels the interpreter takes like others."""
+    specification = importlib.util.spec_from_file_location("straightforward", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+ROOT = loaded(ROOT_FILE)
+
+
 def tensor(array):
     array = np.ascontiguousarray(array)
     if array.dtype == BFLOAT16:
@@ -96,7 +110,7 @@ def tensor(array):
     return torch.from_numpy(array)
 
 
-def run(problem, layout):
+def run(problem, layout, kernels=gpu):
     """(quantity, request) -> rows in the order of a request, computed by the Triton kernels."""
     program = get("attention", "cuda").lower(problem, layout)
     buffers = {name: tensor(a.copy()) for name, a in (program.inputs | program.state).items()}
@@ -107,7 +121,7 @@ def run(problem, layout):
             name: buffers[value.buffer][value.start : value.stop] if isinstance(value, View) else value
             for name, value in call.arguments.items()
         }
-        getattr(gpu, call.entry_point)(**arguments)
+        getattr(kernels, call.entry_point)(**arguments)
     rows = {}
     for span in sorted(program.spans, key=lambda span: span.first_row):
         block = buffers[span.buffer].movedim(span.axis, 0)[span.start : span.stop]
@@ -153,6 +167,10 @@ def relations(problem):
         ),
         "steps": unequal(update, run(problem, Layout("decode", (0, 1, 2), one))),
         "gradient_packing": unequal(backward, run(problem, Layout("backward", (3, 0)))),
+        "root": unequal(update, run(problem, Layout("update", everyone), ROOT)),
+        "root, page 7": unequal(update, run(problem, Layout("prefill", everyone, page_size=7), ROOT)),
+        "root, steps": unequal(update, run(problem, Layout("decode", (0, 1, 2), one), ROOT)),
+        "root, gradients": unequal(backward, run(problem, Layout("backward", everyone), ROOT)),
     }
     return found, distances(problem, update) | distances(problem, backward)
 
@@ -168,6 +186,7 @@ def main(architecture, dtype, control=None):
     small = {"EARLY_CHUNK": 32, "EARLY_KEYS": 64, "CHUNK": 64, "KEY_BLOCK": 32, "WALK_KEYS": 32}
     for name, value in (small | {"DEPENDENT_LAUNCH": 0}).items():
         setattr(gpu, name, value)
+        setattr(ROOT, name, value)
     shape = ProblemShape(AXES, LENGTHS, LENGTHS, dtype=dtype)
     problem = get("attention", "cuda").draw(shape, np.random.default_rng(4))
     result, errors = ({}, {}) if control else relations(problem)
