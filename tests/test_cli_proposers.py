@@ -16,7 +16,7 @@ from tests.search.proposers.endpoint import Answer, Use, serving
 from tests.test_cli import Run, refused, run, study
 
 from kernelbraid import ops
-from kernelbraid.ir.schema import ADDED
+from kernelbraid.ir.schema import ADDED, SCHEMA_VERSION
 from kernelbraid.ir.store import Store
 from kernelbraid.report.failure import ExitCode
 from kernelbraid.search.proposers import edits
@@ -71,7 +71,7 @@ def test_a_missing_extra_is_named(
 
 def test_a_study_of_the_first_layout_gets_the_new_tables(study: Path) -> None:
     with sqlite3.connect(study / "study.db") as connection:
-        for record in reversed([*ADDED[2], *ADDED[3]]):
+        for record in reversed([each for later in ADDED.values() for each in later]):
             connection.execute(f"DROP TABLE {record.__tablename__}")
         connection.execute("DROP TRIGGER schema_version_refuses_delete")
         connection.execute("DELETE FROM schema_version")
@@ -86,7 +86,7 @@ def test_a_study_of_the_first_layout_gets_the_new_tables(study: Path) -> None:
             connection.execute("DELETE FROM prompt")
         versions = connection.execute("SELECT version FROM schema_version ORDER BY version").fetchall()
     connection.close()
-    assert versions == [(1,), (2,), (3,)]
+    assert versions == [(version,) for version in range(1, SCHEMA_VERSION + 1)]
 
 
 @pytest.mark.slow
