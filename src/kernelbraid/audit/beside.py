@@ -31,8 +31,9 @@ PROCESSES = 3
 """Fresh processes of every contender; a time is the median over their means."""
 GROUP_BYTES = {"cpu": 1 << 30, "cuda": 24 << 30}
 """Inputs of the workloads that are measured by the same processes; on a GPU starting one takes seconds."""
-GROUP_MOST = 16
-"""Workloads of a group at most: what is measured is written group by group."""
+GROUP_MOST = {"cpu": 16, "cuda": 8}
+"""Workloads of a group at most: what is measured is written group by group, and a GPU's batches of calls take
+long to capture."""
 LIMITS = Limits(run_seconds=300.0, memory_bytes=8 << 30)
 
 
@@ -189,7 +190,7 @@ class SideBySide:
             size *= 2 * protocols
             full = held + size > GROUP_BYTES[self.operator.backend]
             other = bool(members) and self._peers(workload) != self._peers(members[0])
-            if members and (full or other or len(members) == GROUP_MOST):
+            if members and (full or other or len(members) == GROUP_MOST[self.operator.backend]):
                 yield tuple(members)
                 members, held = [], 0.0
             members.append(workload)
