@@ -270,10 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found["mismatch"].get(f"sampling/{name}/max")
             for name in ("sampling_logp_difference", "importance_sampling_ratio")
         )
-        rewards = found["reward"]
+        rewards, seconds = found["reward"], found["median_step_seconds"]
+        speed = "no step after the first rollout to time"
+        if seconds is not None:
+            speed = f"{seconds:.3f} s a step, {found['tokens_per_second']:.1f} tokens/s"
         print(
-            f"{arm:12} {found['median_step_seconds'] or float('nan'):8.3f} s a step, "
-            f"{found['tokens_per_second'] or float('nan'):8.1f} tokens/s, largest difference {gap:.3g}, "
+            f"{arm:12} {speed}, largest difference {gap:.3g}, "
             f"largest ratio {ratio:.9g}, reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         )
 
