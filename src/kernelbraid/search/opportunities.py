@@ -291,14 +291,15 @@ def launches(study: Study, point: Standing) -> Iterator[Finding]:
 
 def _of_waves(point: Standing, measurement: Measurement, launch: Launch, kernels: int) -> Iterator[Finding]:
     """Blocks that leave much of the device idle in the last wave, the kernels taken to share the time."""
-    idle = 1 - launch.waves / max(1, math.ceil(launch.waves))
+    rounds = max(1, math.ceil(launch.waves))
+    idle = 1 - launch.waves / rounds
     at_stake = point.shares[measurement.workload] / kernels * idle
     if launch.blocks and at_stake >= WORTH:
         yield _finding(
             point,
             f"blocks of {launch.kernel} that fill the device in {measurement.workload}",
             f"{launch.blocks} blocks where the device holds {launch.resident} at a time are "
-            f"{launch.waves:.2f} waves: {100 * idle:.0f}% of the last one's room stays idle",
+            f"{launch.waves:.2f} waves: {100 * idle:.0f}% of the room of {rounds} stays idle",
             (measurement.workload,),
         )
 
