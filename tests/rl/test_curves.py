@@ -78,7 +78,7 @@ def test_the_picture(found: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
 
 
 def test_wrong_arms_and_configurations_train_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arms must be like"):
+    with pytest.raises(ValueError, match="arms must be unified or vendor"):
         curves(SMALL, tmp_path, seeds=(1,), arms=("unified",), run=run)
     with pytest.raises(ValueError, match="algorithm"):
         curves({**SMALL, "algorithm": "x"}, tmp_path, seeds=(1,), run=run)

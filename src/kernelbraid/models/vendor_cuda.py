@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernelbraid.models.operators import Operators
+from kernelbraid.models.vendor import Vendor
 
 if TYPE_CHECKING:
     from kernelbraid.models.layer import Paged
@@ -56,8 +56,10 @@ def installed(name: str) -> bool:
     return all(find_spec(".".join(parts[: i + 1])) is not None for i in range(len(parts)))
 
 
-class VendorCuda(Operators):
+class VendorCuda(Vendor):
     """The fastest kernels installed; gradients by autograd and the libraries' backward kernels.
+
+    What torch's own calls do best already, matrix products, embedding and routing, is `Vendor`'s.
 
     Args:
         flash_attention_4, flashinfer: use these packages; by default where they are installed.
@@ -102,9 +104,6 @@ class VendorCuda(Operators):
 
     # ---- Rows ----
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return functional.embedding(ids, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         _marked(x)
         found: Tensor = self._norm(x, weight, eps)
@@ -115,19 +114,10 @@ class VendorCuda(Operators):
         found: tuple[Tensor, Tensor] = self._add_norm(x, residual, weight, eps)
         return found
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return functional.linear(x, weight, bias)
-
     def swiglu(self, x: Tensor) -> Tensor:
         _marked(x)
         found: Tensor = self._swiglu(x)
         return found
-
-    def moe_router(self, logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        weights, chosen = torch.softmax(logits.float(), -1).topk(top_k, -1)
-        if renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen.int()
 
     def moe_experts(
         self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
@@ -174,7 +164,7 @@ class VendorCuda(Operators):
         if self.flash4:
             from flash_attn.cute import flash_attn_varlen_func
 
-            sizes = self._peers._offsets(cu_seqlens, max_seqlen)
+            sizes = self._peers.varlen_sizes(cu_seqlens, max_seqlen)
             found = flash_attn_varlen_func(q, k, v, causal=True, **sizes)
             out: Tensor = found[0] if isinstance(found, tuple) else found
             return out
@@ -305,9 +295,6 @@ class VendorCuda(Operators):
             x, weight, targets, 1 / temperature, entropy, self
         )
         return found, entropies if entropy else None
-
-    def head_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.linear(x, weight).float()
 
     def _scored(
         self, logits: Tensor, targets: Tensor, scale: float, entropy: bool

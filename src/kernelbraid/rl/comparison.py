@@ -162,8 +162,8 @@ def compare(
     return document
 
 
-def configured(grid: Grid, row: GridRow, arm: str, models: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration of an arm, as YAML would give it.
+def parts_of(arm: str) -> tuple[str, str]:
+    """Kernels and old of an arm.
 
     Raises:
         ValueError: the arm is none.
@@ -172,6 +172,16 @@ def configured(grid: Grid, row: GridRow, arm: str, models: Mapping[str, str]) ->
     if kernels not in set(Kernels) or old not in set(Old):
         known = f"{' or '.join(Kernels)}, + and one of {', '.join(Old)}"
         raise ValueError(f"arms must be {known}, got {arm!r}")
+    return kernels, old
+
+
+def configured(grid: Grid, row: GridRow, arm: str, models: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration of an arm, as YAML would give it.
+
+    Raises:
+        ValueError: the arm is none.
+    """
+    kernels, old = parts_of(arm)
     found = _merged({"rollouts": 1}, _merged(grid.config, row.config))
     model = dict(found.get("model", {}))
     if model.get("path") in models:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernelbraid.rl.comparison import OURS, THEIRS
-from kernelbraid.rl.config import Kernels, Old, parse_config
+from kernelbraid.rl.comparison import OURS, THEIRS, parts_of
+from kernelbraid.rl.config import Old, parse_config
 from kernelbraid.rl.progress import ROWS
 
 SAME = "unified+recompute"
@@ -109,9 +109,7 @@ def held(document: Mapping[str, Any]) -> bool:
 
 
 def _configured(document: Mapping[str, Any], arm: str, seed: int, base: Path) -> dict[str, Any]:
-    kernels, _, old = arm.partition("+")
-    if kernels not in set(Kernels) or old not in set(Old):
-        raise ValueError(f"arms must be like {OURS}, got {arm!r}")
+    kernels, old = parts_of(arm)
     found = {**document, "seed": seed}
     found["model"] = {**found.get("model", {}), "kernels": kernels}
     found["reuse"] = {**found.get("reuse", {}), "old": old}

@@ -83,7 +83,7 @@ def flash_attention_4(
         batched = (x.view(-1, max_seqlen, *x.shape[1:]) for x in (q, k, v))
         return flash_attn_func(*batched, softmax_scale=softmax_scale, causal=True)
     return flash_attn_varlen_func(
-        *(q, k, v), softmax_scale=softmax_scale, causal=True, **_offsets(cu_seqlens, max_seqlen)
+        *(q, k, v), softmax_scale=softmax_scale, causal=True, **varlen_sizes(cu_seqlens, max_seqlen)
     )
 
 
@@ -95,18 +95,19 @@ def flash_attention_4_backward(
     would hold the forward too."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    tensors, offsets = [q, k, v, out, dout], {}
+    tensors, sizes = [q, k, v, out, dout], {}
     if len(q) == (len(cu_seqlens) - 1) * max_seqlen:
         tensors = [x.view(-1, max_seqlen, *x.shape[1:]) for x in tensors]
         lse = lse.view(lse.shape[0], -1, max_seqlen).transpose(0, 1).contiguous()
     else:
-        offsets = _offsets(cu_seqlens, max_seqlen)
+        sizes = varlen_sizes(cu_seqlens, max_seqlen)
     return _flash_attn_bwd(
-        *tensors, lse, softmax_scale=softmax_scale, causal=True, deterministic=True, **offsets
+        *tensors, lse, softmax_scale=softmax_scale, causal=True, deterministic=True, **sizes
     )
 
 
-def _offsets(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+def varlen_sizes(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """Packed sequences as FlashAttention-4 is told of them; queries and keys have the same."""
     lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **lengths}
 
