@@ -16,7 +16,7 @@ from tests.rl.runs import config, curve, folder
 ROOT = Path(__file__).resolve().parents[2]
 
 CHILD = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from kernelbraid.rl.trainer import Trainer
 from tests.rl.runs import config
@@ -26,8 +26,10 @@ with Trainer(made, Path(sys.argv[1])) as trainer:
     while trainer.done < 2:
         rows.append(trainer.step())
     digests = trainer.group.gather([trainer.policy.digest()])
-    if trainer.group.first:
-        print(json.dumps({"rows": rows, "digests": digests}))
+names = [Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")]
+assert not any("gloo" in name for name in names), f"threads of a closed group: {names}"
+if trainer.group.first:
+    print(json.dumps({"rows": rows, "digests": digests}))
 """
 
 

@@ -18,7 +18,7 @@ from kernelbraid.rl.sources import read_source
 from kernelbraid.rl.trainer import Trainer
 
 TRAIN = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from kernelbraid.rl import parallel
@@ -59,9 +59,12 @@ for name, changes, steps, save in json.loads(sys.argv[2]):
         parallel.Group.scatter = whole
     if "/" in name:
         found[name] = found[name.split("/")[0]]
-if dist.get_rank() == 0:
-    print(json.dumps(found))
+first = dist.get_rank() == 0
 dist.destroy_process_group()
+if first:
+    print(json.dumps(found), flush=True)
+# What FSDP2 caches keeps gloo's threads, and one that drops a tensor while the interpreter ends aborts it.
+os._exit(0)
 """
 
 CUT = {"micro_batch_tokens": 64, "checkpoint_activations": True}

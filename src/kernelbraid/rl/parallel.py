@@ -31,7 +31,11 @@ class Group:
         self.rank = int(os.environ.get("RANK", "0"))
         self._opened = False
         if self.world > 1:
+            # Imported before there is a group: their functions take the group of that moment as a default
+            # argument, and a group that is referred to keeps its threads beyond `close`, into the exit.
             import torch.distributed as dist
+            import torch.distributed.fsdp
+            import torch.distributed.nn.functional
 
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
